@@ -15,6 +15,8 @@ import pandas as pd
 
 from workbench.data.sources import read_rows
 
+ARITHMETIC = Path(__file__).resolve().parents[1] / "datasets" / "arithmetic" / "train.jsonl"
+
 
 def new_folder(runs: Path, name: str) -> Path:
     """An empty folder runs/name/<time>."""
@@ -47,7 +49,7 @@ class Curve:
 def pairs_parser(text: str, *, pairs: int, held_out: int, learning_rate: float) -> argparse.ArgumentParser:
     """The options of a benchmark that trains on preference pairs. text: its docstring."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
+    parser.add_argument("source", type=Path, help="a file of pairs, or arithmetic: right and wrong answers")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--pairs", type=int, default=pairs, help="for training, a seed")
     parser.add_argument("--held-out", type=int, default=held_out)
@@ -62,8 +64,19 @@ def pairs_parser(text: str, *, pairs: int, held_out: int, learning_rate: float) 
 
 def drawn_pairs(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """The rows of a seed, for training and held out."""
-    rows = read_rows(arguments.source)
+    made = str(arguments.source) == "arithmetic"
+    rows = right_and_wrong(seed) if made else read_rows(arguments.source)
     return random.Random(seed).sample(rows, min(len(rows), arguments.pairs + arguments.held_out))
+
+
+def right_and_wrong(seed: int) -> list[dict[str, Any]]:
+    """Pairs of the bundled problems: the right number, and one that is at most 9 away from it."""
+    draws, rows = random.Random(seed), read_rows(ARITHMETIC)
+    offsets = [n for n in range(-9, 10) if n]
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(int(row["answer"]) + draws.choice(offsets))}
+        for row in rows
+    ]
 
 
 def each_seed(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import workbench as wb
 from workbench.workers.engine_weights import TrainerWeights, differing_weights, probe_gap, trainer_log_probs
-from workbench.workers.roles.sampling import sync_tolerance
+from workbench.workers.sync_check import sync_tolerance
 
 Weights = dict[str, Tensor]
 REPEATS = 7

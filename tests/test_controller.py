@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from workbench.errors import BadInput
 
 
 def test_it_has_no_base_class_and_owns_little() -> None:
@@ -30,3 +35,34 @@ def test_roles_are_attributes_and_complete_with_tab(tmp_path: Path) -> None:
         lab.drop("critic")
         assert "critic" not in dir(lab)
         assert not hasattr(lab, "critic")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("prompts", ["a"], r"lab\.prompts = \['a'\].*wb\.open\(\.\.\., prompts=source\).*lab\.evaluate"),
+        ("training", 5, r"lab\.training = 5.*lab\.actor\.training"),
+        ("foo", 5, r"lab\.foo = 5.*no stage would read it.*in a variable"),
+        ("promts", ["a"], r"lab\.promts = .*prompts"),
+        ("actor", 5, r"lab\.actor = 5.*models="),
+        ("move", 5, r"lab\.move = 5"),
+        ("iteration", 5, r"lab\.iteration = 5"),
+    ],
+)
+def test_what_no_stage_would_read_cannot_be_assigned(plain: wb.Workbench, name: str, value: Any, says: str) -> None:
+    before = getattr(plain, name, None)
+    with pytest.raises(BadInput, match=says):
+        setattr(plain, name, value)
+    assert getattr(plain, name, None) == before
+
+
+def test_what_has_a_setter_can_be_assigned(plain: wb.Workbench) -> None:
+    plain.algorithm = None
+    plain._mine = 5  # type: ignore[attr-defined]
+    plain.prompts.order = None
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
+    with tiny_lab("plain", tmp_path_factory.mktemp("runs"), backend="inline", models={"actor": TINY}) as lab:
+        yield lab

@@ -39,6 +39,15 @@ def test_a_page_shows_every_class_and_asks_nothing_of_the_network() -> None:
     assert re.findall(r'<(?:script|link|img)\b[^>]*(?:src|href)="(?:https?:)?//', "".join(files.values())) == []
 
 
+def test_each_promise_about_security_names_tests_that_are_there() -> None:
+    promised = (ROOT / "SECURITY.md").read_text().partition("## What is promised")[2].partition("\n## ")[0]
+    rows = [line for line in promised.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]+)`", row.rpartition(" | ")[2])
+        assert named and all((ROOT / name).exists() for name in named), row
+
+
 def test_arguments_become_a_list_and_prose_stays() -> None:
     text = "What it does.\n\nmodels: role -> name\n    or function.\nseed, dtype: of all.\n\nRaises: nothing\nat all."
     listed = text.replace("models:", "- `models`:").replace("seed, dtype:", "- `seed, dtype`:")

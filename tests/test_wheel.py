@@ -126,7 +126,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_the_sdist_builds_the_sam
     files = {(Path(path) / name).relative_to(tree) for folder in folders for path, _, names in folder for name in names}
     files = {file for file in files if file.name != "make.py"}  # what made the data sets
     assert {name for name in found if ".dist-info/" not in name} == set(map(str, files))
-    assert {file.suffix for file in files} == {".py", ".typed", ".js", ".css", ".jsonl", ".md"}
+    assert {file.suffix for file in files} <= {".py", ".typed", ".js", ".css", ".jsonl", ".md", ""}
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_an_iteration_and_a_panel_from_the_wheel(installed: Path, tmp_path: Path
     assert [Path(file).is_relative_to(installed.parent) for file in answer["files"]] == [True, True]
     assert "2000 prompts" in answer["prompts"]
     assert answer["norm"] > 0
-    assert "workbench[notebook]" in answer["refused"]
+    assert ".[notebook]" in answer["refused"]
     assert "update_actor" in answer["picture"]
     assert (answer["script"], answer["style"]) == (front_end.module("panel.js"), front_end.style())
     assert answer["loaded"] == []

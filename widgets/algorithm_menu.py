@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 
 
 def algorithms() -> list[str]:
@@ -53,4 +54,4 @@ def code_of(stage: Any, lab: Any) -> str:
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
-        return f"the source of {function!r:.80} is not on disk"
+        return f"the source of {shown(function, 80)} is not on disk"

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from workbench.display.curves import Chart, Curve, key, sheet, summary
+from workbench.display.curves import Chart, Curve, key, sheet, summary, tables
 from workbench_widgets.view import View
 
 
@@ -62,7 +62,8 @@ class Charts(View):
 
     def picture(self) -> str:
         charts = self.charts()
-        return f"<div>{self.notes()}{sheet(charts) if charts else self.empty()}{self.below()}</div>"
+        shown = sheet(charts) + tables(charts)
+        return f"<div>{self.notes()}{shown if charts else self.empty()}{self.below()}</div>"
 
     def svg(self) -> str | None:
         charts = self.charts()

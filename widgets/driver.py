@@ -7,18 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import said
+from workbench_widgets.pace import Pace
 
 
 class Driver:
     """One thing at a time, in a thread: `driver.start("an iteration of PPO", algorithm.iterate)`.
 
-    busy: what is under way; "" for nothing. error: how the last one failed. outcome: how it ended, in a line.
+    busy: what is under way; "" for nothing. error: how the last one failed. outcome: how it ended, in a line. pace:
+    when the panels of this workbench draw.
     While it is busy, cells that call stages are refused (`lab.driving`), and cells that look are not.
     """
 
     def __init__(self, lab: Any) -> None:
         self._lab = lab
         self.busy = self.error = self.outcome = ""
+        self.pace = Pace()
         self._stopping = threading.Event()
         self._others: set[Any] = set()  # runs that were open before
         self._thread: threading.Thread | None = None
@@ -47,7 +51,7 @@ class Driver:
         except Exception as error:
             stopped = self.stopping and isinstance(error, WorkbenchError)
             self.outcome = f"{what}: stopped. {error}" if stopped else ""
-            self.error = "" if stopped else f"{what}: {type(error).__name__}: {error}"
+            self.error = "" if stopped else f"{what}: {type(error).__name__}: {said(error)}"
         finally:
             self.busy = ""
 

@@ -105,7 +105,8 @@ class Memory(Charts):
     # --- what it shows ------------------------------------------------------------------------------------------------
 
     def still(self) -> str:
-        self._ask()  # what is held at the end belongs to it
+        if self._activity() != self._asked_at:
+            self._ask()  # what is held at the end belongs to it
         return super().still()
 
     def picture(self) -> str:
@@ -152,17 +153,21 @@ class Memory(Charts):
             whose = "of the GPU" if last.on_gpu else f"of the machine {last.machine}, for all its processes"
             limit = (last.capacity_bytes, f"{bytes_text(last.capacity_bytes)} {whose}") if self.capacity else None
         return Chart(
-            title=title, curves=tuple(curves), x="seconds since the first record", unit="bytes", note=note, limit=limit
-        )
+            title=title, curves=tuple(curves), x="seconds since the first record", y="memory in use", unit="bytes",
+            note=note, limit=limit,
+        )  # fmt: skip
 
     def notes(self) -> str:
-        told = [f"{host} ({reading.device}): {reading.error}" for host, reading in self._silent.items()]
+        there = {info.name for info in self.lab.hosts.infos}
+        silent = [reading for host, reading in self._silent.items() if host in there]
+        told = [f"{reading.host} ({reading.device}): {reading.error}" for reading in silent]
         told += [self.error] if self.error else []
         return "".join(f"<div><b>!</b> {escape(text)}</div>" for text in told)
 
     def below(self) -> str:
+        there = {info.name for info in self.lab.hosts.infos}
         now = [self._devices[name].last for name in sorted(self._devices, key=_by_number)]
-        shown = [self._silent.get(reading.host, reading) for reading in now if reading is not None]
+        shown = [self._silent.get(one.host, one) for one in now if one is not None and one.host in there]
         return str(device_map(shown, f"memory of {self.lab.name} by role")._repr_html_()) if shown else ""
 
     def empty(self) -> str:

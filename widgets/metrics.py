@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.display.curves import STROKES, Chart, Curve, smoothed
+from workbench.display.units import unit_of
 from workbench.errors import BadInput
 from workbench.telemetry.store import TelemetryStore
 from workbench_widgets.charts import Charts
@@ -27,11 +28,6 @@ FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
     "response_tokens/mean": ("generate_sequences",),
 }
 MOST_RUNS, LISTED_FOR_S = 30, 5.0
-# What a metric counts, by a word in its name; the first that fits.
-COUNTS = {
-    "fraction": "share", "share": "share", "tokens": "tokens", "entropy": "nats", "kl": "nats", "log_prob": "nats",
-    "bytes": "bytes", "seconds": "seconds",
-}  # fmt: skip
 LINEAR, LOG = "linear", "log"
 
 
@@ -152,9 +148,10 @@ class Metrics(Charts):
             notes += [f"{undrawn} not finite"] if undrawn else []
             if self.y == LOG and (low := sum(value <= 0 for value in points.values)):
                 notes.append(f"{low} not above 0")
+        unit = unit_of(metric)
         return Chart(
-            title=f"{stage}/{metric}", curves=tuple(curves), y=counted(metric), log=self.y == LOG,
-            note=", ".join(notes), at=self.iteration,
+            title=f"{stage}/{metric}", curves=tuple(curves), y=unit, unit="bytes" if unit == "bytes" else "",
+            log=self.y == LOG, note=", ".join(notes), at=self.iteration,
         )  # fmt: skip
 
     def empty(self) -> str:
@@ -281,11 +278,6 @@ class Metrics(Charts):
             raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
         self.on_iteration(int(x))
         self.on_samples()
-
-
-def counted(metric: str) -> str:
-    """The unit of a metric, where its name tells it."""
-    return next((unit for word, unit in COUNTS.items() if word in metric), "")
 
 
 def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from html import escape
 from typing import Any
 
 import anywidget
@@ -17,19 +19,19 @@ import traitlets
 from IPython.display import display
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import said
 from workbench_widgets.driver import Driver
 from workbench_widgets.front_end import in_notebook, module, style
 from workbench_widgets.pulse import Pulse
+from workbench_widgets.saved_picture import SavedPicture
+from workbench_widgets.still import Still
 from workbench_widgets.view import View
 
 EVERY_S = 0.4
-REST, MOST_REST_S = (
-    150,
-    5.0,
-)  # times as long as a drawing took, and seconds: until the next drawing that no action asked for
 BUSY_SLOW_S = 2.0  # after how long a kernel counts as blocked while the panel itself keeps it busy
 AGAIN_S = 2.0  # between two tries to draw what fails
-ASK_EVERY, REST_AFTER = 25, 75  # draws: how often the page is asked whether it is there, and after how many it is not
+ASK_EVERY, REST_AFTER = 25, 75  # messages: how often the page is asked whether it is there; after how many it is not
+ALIVE_S = 5.0  # how often the page hears that the kernel is there; see `SILENT_S` in static/panel.js
 STATIC = "WORKBENCH_WIDGETS"  # set to "static": pictures only, for notebooks that are executed without anybody there
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -40,7 +42,10 @@ class Front(anywidget.AnyWidget):
     _esm = traitlets.Unicode(module("panel.js")).tag(sync=True)
     _css = traitlets.Unicode(style()).tag(sync=True)
     titles: Any = traitlets.List().tag(sync=True)
+    saved = traitlets.Unicode().tag(sync=True)  # class of the saved pictures, which the page hides
+    again = traitlets.Unicode().tag(sync=True)  # how to have it again, for a page whose kernel is gone
     shown = traitlets.Unicode().tag(sync=True)
+    sticks = traitlets.Bool().tag(sync=True)  # to the top of the notebook
 
 
 class Panel:
@@ -48,8 +53,8 @@ class Panel:
 
     Shown in a cell it is live: what happens in cells shows in it, and its buttons act on the workbench. Shown twice, or
     after the page was closed and opened again, it is the same panel in the same state. When the workbench closes, the
-    last picture of every view takes its place. A notebook that is saved before that keeps the picture of the moment at
-    which the panel was shown; `still()` is the picture of now.
+    last picture of every view takes its place. While it is live, the cell keeps a picture of every view, which the page
+    hides: a notebook that is saved at any time shows it when it is opened without its kernel; see `SavedPicture`.
 
     Once it is live, its views are looked at, drawn and acted on by one thread alone: a host that is slow to answer
     keeps neither cells nor other widgets of the notebook waiting.
@@ -71,12 +76,14 @@ class Panel:
         self._seen: dict[str, Hashable] = {}
         self._controls: dict[str, str] = {}
         self._unsent = set(self.views)  # whose next drawing is a whole one
+        self._numbers = dict.fromkeys(self.views, 0)  # of drawings: a page sees what it missed
         self._status: dict[str, str] = {}
         self._action_error = ""  # why the last action failed
         self._faults: dict[str, str] = {}  # of views that could not be drawn
-        self._rest_until_s = 0.0  # monotonic: what follows a run by itself takes less than 1 % of the kernel's time
         self._again_s = 0.0  # when such a one is tried again; monotonic
         self._places: list[Any] = []  # where it is shown
+        self._saved = SavedPicture()
+        self._heard_s = 0.0  # when the page was last asked something; monotonic
         self._page_is_there = False  # whether a page is there
         self._unanswered = 0  # draws since the page was last heard
         self._ended = threading.Event()
@@ -104,7 +111,10 @@ class Panel:
 
     def _last(self) -> Still:
         """All views, the one that is shown first."""
-        return self._pictures(sorted(self.views.values(), key=lambda view: view.name != self.shown))
+        return self._pictures(self._by_shown())
+
+    def _by_shown(self) -> list[View]:
+        return sorted(self.views.values(), key=lambda view: view.name != self.shown)
 
     def _pictures(self, views: Sequence[View]) -> Still:
         made: list[Still] = []
@@ -112,15 +122,21 @@ class Panel:
         return made[0] if made else Still([])
 
     def _ipython_display_(self) -> None:
-        handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        live = in_notebook() and os.environ.get(STATIC) != "static"
+        handle = display(self._widget() if live else self._last().bundle(), raw=True, display_id=True)
         if handle is not None:
             self._places.append(handle)
+        if live:
+            self._in_turn(lambda: self._saved.show(self._by_shown(), self.lab))
 
     def _repr_mimebundle_(self, **asked: Any) -> Any:
         if not in_notebook() or os.environ.get(STATIC) == "static":
             return self._last().bundle()
-        widget = {"version_major": 2, "version_minor": 0, "model_id": self._live().model_id}
-        return {WIDGET: widget, **self.still().bundle()}
+        return self._widget() | self.still().bundle()
+
+    def _widget(self) -> dict[str, Any]:
+        model = self._live().model_id
+        return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": model}, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         return f"<Panel of {self.lab.name[:40]}: {len(self.views)} views>"
@@ -130,11 +146,16 @@ class Panel:
         if self._ended.is_set():
             return
         bundle = self._last().bundle() if self._places else {}
+        self._save()  # for a page that was reloaded, where Jupyter cannot update what is in the cell
         self._ended.set()
+        self.driver.pace.leave(self)
         for place in self._places:
             place.update(bundle, raw=True)
         self._places.clear()
+        self._saved.clear()
+        atexit.unregister(self._leave)
         self.send({"kind": "status", "blocked": "the workbench is closed", "busy": "", "outcome": "", "error": ""})
+        self.send({"kind": "closed"})
 
     # --- its thread ---------------------------------------------------------------------------------------------------
 
@@ -142,9 +163,18 @@ class Panel:
         """The front end, made when it is first shown."""
         if self._front is None:
             titles = [[view.name, view.title, view.script] for view in self.views.values()]
-            self._front = Front(titles=titles, shown=self.shown)
+            alone = len(self.views) == 1 and self.views[self.shown].sticks
+            self._front = Front(
+                titles=titles, shown=self.shown, saved=self._saved.name, again=again(self.lab), sticks=alone
+            )
+            if in_notebook():
+                # exit handlers run last registered first: that of pyzmq, after which no message of 64 kB or more can be
+                # sent, must come after ours, and it is registered with this import
+                importlib.import_module("zmq.utils.garbage")
+            atexit.register(self._leave)
             self._front.on_msg(lambda _, message, buffers: self._jobs.put(lambda: self._receive(message)))
             self._front.observe(lambda change: self._jobs.put(lambda: self._turned(change["new"])), "shown")
+            self.driver.pace.join(self, lambda: self._jobs.put(self._take_part))
             self._thread = threading.Thread(target=self._work, name="workbench-panel-views", daemon=True)
             self._thread.start()
         return self._front
@@ -169,15 +199,29 @@ class Panel:
             done.result(self.answer_s)
 
     def _work(self) -> None:
+        more = False
         while not self._ended.is_set():
-            with suppress(queue.Empty):
-                self._jobs.get(timeout=EVERY_S)()
             began_s = time.thread_time()
             try:
+                with suppress(queue.Empty):
+                    self._jobs.get(timeout=0.0 if more else EVERY_S)()
                 self._look()
+                more = self._saved.refresh(self._by_shown(), self.lab)
             except Exception as error:  # whatever it was: the next look is another one
-                self._action_error = f"{type(error).__name__}: {error}"
+                self._action_error, more = f"{type(error).__name__}: {said(error)}", False
             self.work_s += time.thread_time() - began_s
+
+    def _save(self) -> None:
+        self._in_turn(lambda: self._saved.save(self._by_shown(), self.lab))
+
+    def _leave(self) -> None:
+        """What a kernel does last which ends by itself: no thread of ours writes to its sockets while it closes them,
+        and all that was written is handed over, which ipykernel drops otherwise."""
+        self._save()
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(self.answer_s)
+        sys.stdout.flush()  # of ipykernel: it waits for all that was sent before
 
     def _look(self) -> None:
         """Draw the view that is shown if there is something new in it; send why buttons do not work now."""
@@ -187,18 +231,30 @@ class Panel:
             self._page_is_there = False  # the page is gone
         if not self._page_is_there:
             return
+        if self._due() and self.driver.pace.begin(self):
+            self._draw_in_round()
+        self._send_status(blocked)
+        if time.monotonic() - self._heard_s > ALIVE_S:
+            self._ask({"kind": "alive", "view": self.shown, "number": self._numbers[self.shown]})
+
+    def _due(self) -> bool:
+        """Whether there is something new in the view that is shown, or what failed is to be tried again."""
         view = self.views[self.shown]
         try:
             due = self._seen.get(view.name) != view.depends_on()
         except Exception as error:  # a workbench that was closed, a host that is gone
-            self._faults[view.name], due = str(error), False
-        if view.name in self._faults:
-            due = time.monotonic() > self._again_s
-        if due and time.monotonic() >= self._rest_until_s:
-            began_s = time.thread_time()
-            self._draw()
-            self._rest_until_s = time.monotonic() + min(REST * (time.thread_time() - began_s), MOST_REST_S)
-        self._send_status(blocked)
+            self._faults[view.name], due = said(error), False
+        return time.monotonic() > self._again_s if view.name in self._faults else due
+
+    def _take_part(self) -> None:
+        """In a round that another panel began."""
+        if self._page_is_there and self._due():
+            self._draw_in_round()
+
+    def _draw_in_round(self) -> None:
+        began_s = time.thread_time()
+        self._draw()
+        self.driver.pace.took(time.thread_time() - began_s)
 
     def _draw(self) -> None:
         """Send the view that is shown; where that fails, the reason is shown, and it is tried again."""
@@ -207,20 +263,19 @@ class Panel:
             return
         try:
             seen, controls = view.depends_on(), view.controls()
-            message: dict[str, Any] = {"kind": "draw", "view": view.name}
-            whole, buffers = view.name in self._unsent, list[bytes]()
+            number, whole, buffers = self._numbers[view.name] + 1, view.name in self._unsent, list[bytes]()
+            message: dict[str, Any] = {"kind": "draw", "view": view.name, "number": number, "whole": whole}
             if view.script:
                 message["data"], buffers = view.payload(whole=whole)
             else:
                 message["html"] = view.picture()
         except Exception as error:
-            self._faults[view.name], self._again_s = str(error), time.monotonic() + AGAIN_S
+            self._faults[view.name], self._again_s = said(error), time.monotonic() + AGAIN_S
             return
         if whole or self._controls.get(view.name) != controls:
             message["controls"] = self._controls[view.name] = controls
-        self._unanswered += 1
-        message["answer"] = self._unanswered % ASK_EVERY == 0
-        self.send(message, buffers)
+        self._numbers[view.name] = number
+        self._ask(message, buffers)
         self._seen[view.name] = seen
         self._unsent.discard(view.name)
         self._faults.pop(view.name, None)
@@ -232,10 +287,19 @@ class Panel:
         if self._front is not None:
             self._front.send(message, list(buffers))
 
+    def _ask(self, message: dict[str, Any], buffers: Sequence[bytes] = ()) -> None:
+        """Send a message of which every `ASK_EVERY`th is answered by a page that is there."""
+        self._unanswered += 1
+        self._heard_s = time.monotonic()
+        self.send(message | {"answer": self._unanswered % ASK_EVERY == 0}, buffers)
+
     def _receive(self, message: dict[str, Any]) -> None:
         """A message of the page."""
-        self._page_is_there, self._unanswered = True, 0
         act = message["act"]
+        if act == "keeps":  # a page that was just opened, whether it draws the panel or not
+            self._saved.kept_by(lambda html: self.send({"kind": "saved", "html": html}))
+            return
+        self._page_is_there, self._unanswered = True, 0
         if act == "hello":  # a page that has nothing yet
             self._unsent, self._status = set(self.views), {}
         elif act == "stop":
@@ -250,9 +314,9 @@ class Panel:
         try:
             view.act(action, given)
         except WorkbenchError as error:
-            self._action_error = str(error)
+            self._action_error = said(error)
         except Exception as error:
-            self._action_error = f"{type(error).__name__}: {error}"
+            self._action_error = f"{type(error).__name__}: {said(error)}"
 
     def _turned(self, name: str) -> None:
         """The page shows another view."""
@@ -284,42 +348,8 @@ class Panel:
             self.send({"kind": "status", **status})
 
 
-class Still:
-    """Views as pictures that need no kernel and no script: html, svg where it is one picture, text.
-
-    One that cannot be drawn says why in its place.
-    """
-
-    def __init__(self, views: Sequence[View]) -> None:
-        self._pictures = [(view.title, _or_why(view.still)) for view in views]
-        self._svg = _or_none(views[0].svg) if len(views) == 1 else None
-        self._text = "\n".join(_or_why(view.text) for view in views) or "the hosts did not answer in time"
-
-    def bundle(self) -> dict[str, str]:
-        """By mimetype."""
-        first = self._pictures[0][1] if self._pictures else escape(self._text)
-        others = "".join(
-            f"<details><summary>{escape(title)}</summary>{picture}</details>" for title, picture in self._pictures[1:]
-        )
-        svg = {"image/svg+xml": self._svg} if self._svg else {}
-        return {"text/html": f"<div>{first}{others}</div>", **svg, "text/plain": self._text}
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return self.bundle()
-
-
-def _or_why(make: Callable[[], str]) -> str:
-    try:
-        return make()
-    except Exception as error:
-        return f"<p>{escape(str(error))}</p>"
-
-
-def _or_none(make: Callable[[], str | None]) -> str | None:
-    try:
-        return make()
-    except Exception:  # the html says why
-        return None
+def again(lab: Any) -> str:
+    """How to see a panel again whose kernel has ended."""
+    if lab.description.backend == "inline":
+        return "This workbench was in the kernel itself. To have it again, run the notebook's cells again."
+    return f"To go on, run in a cell:\n\nimport workbench as wb\nlab = wb.attach({lab.name!r})\nlab.panel()"

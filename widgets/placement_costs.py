@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import WorkbenchError
+from workbench.errors.plain_text import said
 from workbench.placement import Placement
 from workbench.placement.change import PlacementChange
 from workbench_widgets.placement_plans import Plan, plans
@@ -120,4 +121,4 @@ class Costs:
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {said(error)}"

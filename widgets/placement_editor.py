@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from html import escape
 from typing import Any, ClassVar
 
 from workbench.display.html import bytes_text, seconds_text
 from workbench.display.pools import Card, PoolBox, pools_html
 from workbench.errors import BadInput, NotFound, WorkbenchError
-from workbench.placement import ROLLOUT, Placement, Pool
+from workbench.placement import ENVIRONMENT, ROLLOUT, Placement, Pool
 from workbench_widgets import placement_edits as edits
 from workbench_widgets.placement_costs import Answer, Costs, Question
 from workbench_widgets.placement_html import change_html, inside_of_card, memory_html, note_of, offers_html
@@ -38,6 +39,7 @@ class PlacementEditor(View):
         self._opened = ""  # the role whose card is open
         self._refused = self._asked_again = 0
         self._moving = False
+        self._numbers: dict[tuple[str, int], tuple[int, ...]] = {}  # devices of drafted pools, as the hosts said last
 
     @property
     def draft(self) -> Placement | None:
@@ -106,8 +108,11 @@ class PlacementEditor(View):
         draft, answer = self.draft, self._answer()
         shown = draft or self.lab.placement
         change = None if answer is None else answer.change
-        numbers = {} if change is None else change.new_numbers
-        boxes = [self._box(pool, numbers.get(pool.name), answer, controls=controls) for pool in shown.pools]
+        if change is not None:
+            self._numbers |= {(p.name, p.devices): change.new_numbers[p.name] for p in change.new.pools}
+        boxes = [self._box(pool, answer, controls=controls) for pool in shown.pools]
+        if (environments := shown.environments) is not None:
+            boxes.append(_box_of_processes(environments, controls=controls))
         parts = [self._head(draft, controls=controls), pools_html(boxes, _NEW_POOL if controls else "")]
         if answer is None:
             parts.append("<p>asking the hosts what it would move ...</p>" if draft else "<p>asking the hosts ...</p>")
@@ -117,7 +122,8 @@ class PlacementEditor(View):
             parts.append(change_html(change) if draft is not None else "")
             parts.append(memory_html(change, moves=draft is not None))
         known = self._costs.offers_are_of(self._question())
-        parts.append(offers_html(self._costs.offers, self.lab.placement, known=known, controls=controls))
+        there = replace(self.lab.placement, environments=None)  # plans are of devices
+        parts.append(offers_html(self._costs.offers, there, known=known, controls=controls))
         return "".join(parts)
 
     def _head(self, draft: Placement | None, *, controls: bool) -> str:
@@ -143,20 +149,22 @@ class PlacementEditor(View):
             )
         return "".join(f"<div>{line}</div>" for line in lines)
 
-    def _box(self, pool: Pool, numbers: tuple[int, ...] | None, answer: Answer | None, *, controls: bool) -> PoolBox:
-        kind = self.lab.description.device
-        devices = [f"{kind}:{n}" for n in numbers] if numbers else [f"{kind}:?"] * pool.devices
-        there = {(other.name, other.devices) for other in self.lab.placement.pools}
-        note = "" if (pool.name, pool.devices) in there else "new processes"
+    def _box(self, pool: Pool, answer: Answer | None, *, controls: bool) -> PoolBox:
+        kind, there = self.lab.description.device, {(p.name, p.devices) for p in self.lab.placement.pools}
+        lives = (pool.name, pool.devices) in there
+        if lives:
+            devices = [device for name, device in self.lab.devices() if name == pool.name]
+        elif numbers := self._numbers.get((pool.name, pool.devices)):
+            devices = [f"{kind}:{n}" for n in numbers]
+        else:  # the hosts have not said yet which are free
+            devices = ["a free GPU" if kind == "cuda" else "a free slot"] * pool.devices
+        note = "" if lives else "new processes"
         cards = [self._card(role, pool, answer, controls=controls) for role in pool.roles]
         if not controls:
             return PoolBox(pool.name, devices, cards, note)
-        sizes = (
-            button("\N{MINUS SIGN}", "grow", title=f"one device less for {pool.name}", pool=pool.name, by=-1)
-            + entry("devices", "resize", pool.devices, kind="number", size=3, pool=pool.name)
-            + button("+", "grow", title=f"one device more for {pool.name}", pool=pool.name, by=1)
+        return PoolBox(
+            pool.name, devices, cards, note, f'data-pool="{escape(pool.name)}"', _sizes(pool, "device", "devices")
         )
-        return PoolBox(pool.name, devices, cards, note, f'data-pool="{escape(pool.name)}"', sizes)
 
     def _card(self, role: str, pool: Pool, answer: Answer | None, *, controls: bool) -> Card:
         shown, groups = self.draft or self.lab.placement, self.lab.groups
@@ -208,7 +216,8 @@ class PlacementEditor(View):
         self._edit(lambda placement: edits.resize(placement, pool, value))
 
     def on_grow(self, pool: str, by: int) -> None:
-        sizes = {other.name: other.devices for other in (self.draft or self.lab.placement).pools}
+        shown = self.draft or self.lab.placement
+        sizes = {other.name: other.devices for other in (*shown.pools, shown.environments) if other is not None}
         self._edit(lambda placement: edits.resize(placement, pool, sizes.get(pool, 0) + by))
 
     def on_rollout(self) -> None:
@@ -222,7 +231,7 @@ class PlacementEditor(View):
         if plan is None or plan.placement is None:
             raise BadInput(f"plan {name!r}", plan.why if plan else "it is not on offer")
         wanted = plan.placement
-        self._edit(lambda _: wanted)
+        self._edit(lambda shown: replace(wanted, environments=shown.environments))
 
     def on_suggest(self) -> None:
         """Calibrate the workbench by its last iteration, and offer the quickest placements."""
@@ -287,9 +296,8 @@ class PlacementEditor(View):
             finally:
                 self._moving = False
             told = f"moved {bytes_text(change.total_bytes)} in {seconds_text(change.took_s)}"
-            if change.total_bytes:
-                said = "unknown" if change.seconds is None else seconds_text(change.seconds)
-                told += f": the bytes in {seconds_text(change.transfer_s)}, predicted {said}"
+            if change.expected_s:
+                told += f", predicted {change.expected_text}"
             return told
 
         self.driver.start(what, move)
@@ -299,3 +307,20 @@ _NEW_POOL = (
     f'<section class="wb-pe-new" data-pool="{edits.NEW_POOL}" aria-label="{edits.NEW_POOL}">'
     f"+ {edits.NEW_POOL}<br>drop a role here</section>"
 )
+
+
+def _sizes(pool: Pool, one: str, many: str) -> str:
+    """Controls of how many devices a pool has, or processes."""
+    return (
+        button("\N{MINUS SIGN}", "grow", title=f"one {one} less for {pool.name}", pool=pool.name, by=-1)
+        + entry(many, "resize", pool.devices, kind="number", size=3, pool=pool.name)
+        + button("+", "grow", title=f"one {one} more for {pool.name}", pool=pool.name, by=1)
+    )
+
+
+def _box_of_processes(pool: Pool, *, controls: bool) -> PoolBox:
+    """The pool of environments: its processes run beside the ranks that generate."""
+    names = [f"process {number}" for number in range(pool.devices)]
+    card = Card(ENVIRONMENT, "your environment", "on the CPU, beside the ranks that generate")
+    head = _sizes(pool, "process", "processes") if controls else f"<span>{pool.devices} processes</span>"
+    return PoolBox(pool.name, names, [card], head=head)

@@ -16,8 +16,9 @@ def same(one: Placement, other: Placement) -> bool:
     return _as_sets(one) == _as_sets(other)
 
 
-def _as_sets(placement: Placement) -> tuple[Any, Any]:
-    return {p.name: (p.devices, frozenset(p.roles)) for p in placement.pools}, dict(placement.layouts)
+def _as_sets(placement: Placement) -> tuple[Any, ...]:
+    pools = {p.name: (p.devices, frozenset(p.roles)) for p in placement.pools}
+    return pools, dict(placement.layouts), placement.environments
 
 
 def put(placement: Placement, role: str, pool: str) -> Placement:

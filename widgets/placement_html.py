@@ -65,10 +65,6 @@ def verdict(change: PlacementChange) -> str:
     return "\N{CHECK MARK} fits" if change.fits else "? room unknown"
 
 
-def _time(change: PlacementChange) -> str:
-    return "time unknown" if change.seconds is None else seconds_text(change.seconds)
-
-
 def change_html(change: PlacementChange) -> str:
     """What becomes of each role, the bytes and the time in all, and whether there is room."""
     rows = [
@@ -81,11 +77,8 @@ def change_html(change: PlacementChange) -> str:
         }
         for role in change.roles
     ]
-    told = f"{bytes_text(change.total_bytes)} between processes, {_time(change)}"
-    if change.total_bytes and change.bandwidth_bytes_s:
-        told += f" at {bytes_text(change.bandwidth_bytes_s)}/s ({change.measured})"
-    if change.start_s:
-        told += f"; new processes and models {seconds_text(change.start_s)}, as those that are there took"
+    told = f"{bytes_text(change.total_bytes)} between processes, {change.expected_text} in all"
+    told += f" ({change.expected_parts})" if change.expected_parts else ""
     ends = [pool.name for pool in change.old.pools if pool.name not in change.kept]
     told += f"; ends the processes of {', '.join(ends)}" if ends else "; no process ends"
     traffic = ""
@@ -108,21 +101,25 @@ def memory_html(change: PlacementChange, *, moves: bool) -> str:
     """
     each = [DeviceMemory(*row) for row in change.memory().itertuples(index=False)]
     if change.device == "cuda":
-        each = [DeviceMemory(d.name, *d.all_bytes, change.has_bytes) for d in each]
+        each = [DeviceMemory(d.name, *d.all_bytes, change.has_bytes, change.capacity_bytes) for d in each]
     else:
         before, during, after, peak = (sum(figures) for figures in zip(*(d.all_bytes for d in each), strict=True))
-        each = [DeviceMemory("this machine", before, during, after, peak, change.has_bytes), *each]
+        room = change.has_bytes, change.capacity_bytes
+        each = [DeviceMemory("this machine", before, during, after, peak, *room), *each]
+    rows = [{"device": d.name, **{when: bytes_text(held) for when, held in d.bars(moves=moves)}} for d in each]
     return (
         '<section aria-label="memory"><div style="font-weight:600;margin-top:8px">memory of each device, estimated: '
         f"models and batches, without what processes need for themselves</div>"
         f'<div data-scrolls tabindex="0" aria-label="memory, device by device" '
-        f'style="max-height:460px;overflow:auto">{memory_svg(each, moves=moves)}</div></section>'
+        f'style="max-height:460px;overflow:auto">{memory_svg(each, moves=moves)}</div>'
+        f"<details><summary>The memory as a table</summary>{table(rows)}</details></section>"
     )
 
 
 def offers_html(offers: Iterable[Offer], live: Placement, *, known: bool, controls: bool) -> str:
     """A table of what is on offer. known: else the figures are of an earlier state, and not shown. controls: with
     buttons that take one as the draft."""
+    offers = list(offers)
     rows = "".join(_offer(offer, live, known=known, controls=controls) for offer in offers)
     if not rows:
         return ""
@@ -130,12 +127,19 @@ def offers_html(offers: Iterable[Offer], live: Placement, *, known: bool, contro
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     told = "fit the cost model to the last iteration, and search for the quickest placements"
     suggest = button("Suggest", "suggest", title=told) if controls else ""
+    does = " Suggest calibrates it by the last iteration." if controls else ""
+    unpredicted = "".join(f"<div>No iteration is predicted: {escape(why)}{does}</div>" for why in _unpredicted(offers))
     return (
         '<section aria-label="plans"><table style="border-collapse:collapse;font-size:13px;margin-top:8px">'
         '<caption style="text-align:left;font-weight:600">placements with a name, and the quickest; an iteration as '
         "predicted from what was timed here, what would move from what is live, and how long that takes</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{suggest}</section>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{unpredicted}{suggest}</section>"
     )
+
+
+def _unpredicted(offers: Iterable[Offer]) -> list[str]:
+    """Why iterations are not predicted, each reason once."""
+    return list(dict.fromkeys(offer.plan.unpredicted for offer in offers if offer.plan.unpredicted))
 
 
 def _offer(offer: Offer, live: Placement, *, known: bool, controls: bool) -> str:
@@ -145,8 +149,8 @@ def _offer(offer: Offer, live: Placement, *, known: bool, controls: bool) -> str
         off = offer.why
     else:
         off = "it is live" if same(change.new, live) else ""
-        figures = [bytes_text(change.total_bytes), _time(change), "live" if off else verdict(change)]
-        iteration = "" if plan.predicted_s is None else seconds_text(plan.predicted_s)
+        figures = [bytes_text(change.total_bytes), change.expected_text, "live" if off else verdict(change)]
+        iteration = "not predicted" if plan.predicted_s is None else seconds_text(plan.predicted_s)
         cells = [str(change.new), iteration, *(figures if known else ["...", "...", "asking the hosts"])]
     wraps = [False, True, False, False, False, True]
     shown = "".join(

@@ -15,12 +15,14 @@ SUGGESTED = ("quickest", "second", "third")
 @dataclass(frozen=True)
 class Plan:
     """A placement on offer. placement: None where there is none of that name here; why: the reason then, or of a
-    suggestion what decides its time. predicted_s: of an iteration; None where the workbench is not calibrated."""
+    suggestion what decides its time. predicted_s: of an iteration; None where it is not predicted, and
+    unpredicted says why."""
 
     name: str
     placement: Placement | None
     why: str = ""
     predicted_s: float | None = None
+    unpredicted: str = ""
 
 
 def plans(lab: Any) -> list[Plan]:
@@ -33,7 +35,8 @@ def plans(lab: Any) -> list[Plan]:
         if isinstance(placement, BadInput):
             found.append(Plan(name, None, f"{placement.value}: {placement.rule}"))
         else:
-            found.append(Plan(name, placement, predicted_s=_predicted(lab, placement)))
+            seconds, unpredicted = _predicted(lab, placement)
+            found.append(Plan(name, placement, predicted_s=seconds, unpredicted=unpredicted))
     return found + suggested(lab, devices)
 
 
@@ -46,7 +49,7 @@ def suggested(lab: Any, devices: int) -> list[Plan]:
     except WorkbenchError:
         return []
     # by the same simulation as the others: calls of different pools overlap, which the search does not count on
-    found = [(plan, _predicted(lab, plan.placement)) for plan in quickest]
+    found = [(plan, _predicted(lab, plan.placement)[0]) for plan in quickest]
     found.sort(key=lambda pair: pair[1] or 0.0)
     return [
         Plan(name, plan.placement, plan.why, predicted_s)
@@ -54,8 +57,9 @@ def suggested(lab: Any, devices: int) -> list[Plan]:
     ]
 
 
-def _predicted(lab: Any, placement: Placement) -> float | None:
+def _predicted(lab: Any, placement: Placement) -> tuple[float | None, str]:
+    """Seconds of an iteration, or why they are not known."""
     try:
-        return float(lab.predict(placement).iteration_s)
-    except WorkbenchError:
-        return None
+        return float(lab.predict(placement).iteration_s), ""
+    except WorkbenchError as error:
+        return None, str(error)

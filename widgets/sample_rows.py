@@ -12,6 +12,7 @@ import torch
 
 from workbench.batches.columns import Ragged, nbytes
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench_widgets.token_columns import Sample
 
 SEARCHED_ROWS = 64  # whose tokens are here at a time while a text is looked for
@@ -149,17 +150,17 @@ def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
     try:
         tree = ast.parse(where.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadInput(f"rows where {where!r:.80}", f"must be {rule}", "use and, or, not, < and ==") from error
+        raise BadInput(f"rows where {shown(where, 80)}", f"must be {rule}", "use and, or, not, < and ==") from error
     for node in ast.walk(tree):
         number = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float)
         if not isinstance(node, ALLOWED) or not number:
-            raise BadInput(f"{ast.unparse(node)!r:.60} in rows where {where!r:.80}", f"must be {rule}")
+            raise BadInput(f"{shown(ast.unparse(node))} in rows where {shown(where, 80)}", f"must be {rule}")
         if isinstance(node, ast.Name) and node.id not in numbers:
-            raise BadInput(f"{node.id!r} in rows where {where!r:.80}", f"must be {rule}")
+            raise BadInput(f"{node.id!r} in rows where {shown(where, 80)}", f"must be {rule}")
     try:
         found = numbers.eval(where.strip(), engine="python")
     except Exception as error:  # pandas raises many kinds
-        raise BadInput(f"rows where {where!r:.80}", f"must be {rule}: {error}") from error
+        raise BadInput(f"rows where {shown(where, 80)}", f"must be {rule}: {error}") from error
     if not isinstance(found, pd.Series) or found.dtype != bool:
-        raise BadInput(f"rows where {where!r:.80}", f"is no truth value a row; must be {rule}")
+        raise BadInput(f"rows where {shown(where, 80)}", f"is no truth value a row; must be {rule}")
     return np.asarray(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput, NotFound, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.objectives.losses import CLIPS, clips
 from workbench_widgets import sample_pictures as pictures
 from workbench_widgets.sample_rows import SampleRows, chosen
@@ -250,7 +251,7 @@ class Samples(View):
         lines = [f"{looked.rows.name}: {len(looked.found)} rows"]
         for sample in looked.page:
             reward = f" rewards {sample.values['rewards']:.4g}" if "rewards" in sample.values else ""
-            lines.append(f"  {sample.row}{reward} {self.lab.decode(sample.token_ids)!r:.50}")
+            lines.append(f"  {sample.row}{reward} {shown(self.lab.decode(sample.token_ids), 50)}")
         return "\n".join(lines)
 
     # --- actions ------------------------------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from workbench.display.graph import Mark, draw
-from workbench.display.html import bytes_text, seconds_text, table
+from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
+from workbench_widgets import stage_form
 from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
+from workbench_widgets.stage_times import times
+from workbench_widgets.still import or_why
 from workbench_widgets.view import View, button, choice, entry, whole_number
 
 SIGNS = {
     "waiting": "\N{WHITE CIRCLE}", "running": "\N{BLACK RIGHT-POINTING TRIANGLE}", "done": "\N{CHECK MARK}",
-    "failed": "\N{MULTIPLICATION X}", "cancelled": "\N{CIRCLED DIVISION SLASH}",
+    "failed": "\N{MULTIPLICATION X}", "stopped": "\N{BLACK SQUARE}", "not run": "\N{CIRCLED DIVISION SLASH}",
     "from the store": "\N{ANTICLOCKWISE OPEN CIRCLE ARROW}", "next": "\N{BLACK DIAMOND}",
 }  # fmt: skip
 BY_HAND = "by hand"
@@ -91,7 +94,8 @@ class Stepper(View):
         records = self._calls()
         runs = tuple((r.run, r.state, r.done_units) for r in records)
         made = () if self.algorithm is None else tuple(self.algorithm.made)
-        return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), self._drawn
+        changes = self.lab.runner.live.count
+        return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), self._drawn, changes
 
     def controls(self) -> str:
         algorithm = self.algorithm
@@ -121,8 +125,10 @@ class Stepper(View):
     def _drawn_as(self, *, live: bool) -> str:
         graph = self._graph()
         if graph is None:
+            before = self.lab.iteration
+            made = f"Iteration {before} is the last; this kernel has called" if before else "There has been"
             return (
-                "<p>No stage has been called yet. Call stages in cells, give this panel an algorithm "
+                f"<p>{made} no stage yet. Call stages in cells, give this panel an algorithm "
                 "(<code>lab.panel(algorithm=wb.PPO(lab))</code>), or choose one above.</p>"
             )
         marks = self._marks(graph)
@@ -132,12 +138,18 @@ class Stepper(View):
         head = f"<div>iteration {self.iteration}{': ' + escape(counts) if counts else ''}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
-        return draw(graph, marks, live=live) + head + self._comparison + (self._details(graph) if live else "")
+        return (
+            draw(graph, marks, live=live)
+            + head
+            + _stages_table(graph, marks)
+            + self._comparison
+            + (self._details(graph) if live else "")
+        )
 
     def text(self) -> str:
         graph = self._graph()
         if graph is None:
-            return "stepper: no stage has been called"
+            return f"stepper: no stage has been called in this kernel; the last iteration is {self.lab.iteration}"
         return "\n".join(
             [f"{graph.title}, iteration {self.iteration}"]
             + [f"  {mark.sign} {name}: {mark.words}" for name, mark in self._marks(graph).items()]
@@ -194,7 +206,7 @@ class Stepper(View):
     def _details(self, graph: Any) -> str:
         names = [stage.name for stage in graph.stages]
         if self.chosen not in names:
-            return '<div style="opacity:.75">Choose a stage for its batch, code and timing.</div>'
+            return '<div style="opacity:.75">Choose a stage for its arguments, batch, code and timing.</div>'
         record = self._records().get(self.chosen)
         stage = next(stage for stage in graph.stages if stage.name == self.chosen)
         key = (
@@ -202,10 +214,18 @@ class Stepper(View):
             None if record is None else (record.run, record.state),
             self.lab.iteration,
             self.chosen in self._made(),
+            self.lab.runner.live.count,
+            self._is_to_run(self.chosen),
         )
         if self._looked[0] != key:
             self._looked = (key, self._look(stage, record))
         return self._looked[1]
+
+    def _is_to_run(self, stage: str) -> bool:
+        """Whether what is changed now still holds for a stage: it has not run in the iteration under way."""
+        algorithm = self.algorithm
+        ran = algorithm is None or (algorithm.under_way and stage in algorithm.made)
+        return not ran and stage not in self._under_way()
 
     def _made(self) -> Mapping[str, Any]:
         return {} if self.algorithm is None else self.algorithm.made
@@ -215,7 +235,12 @@ class Stepper(View):
         if record is not None:
             cell = f", called in cell [{record.cell}]" if record.cell else ""
             parts.append(f"<div>run {record.run}: {escape(record.state)}{cell} {escape(record.error)}</div>")
-            parts.append(self._timing(record.run))
+            parts.append(times(record, self.lab.spans(record.run)))
+        if self.algorithm is not None:
+            editable, running = self._is_to_run(stage.name), stage.name in self._under_way()
+            parts.append(
+                or_why(lambda: stage_form.form(self.algorithm, stage, self.lab, editable=editable, running=running))
+            )
         batch = self._batch(stage, record)
         if batch is not None:
             parts.append(self._branch_from())
@@ -223,17 +248,6 @@ class Stepper(View):
         code = f'<pre style="max-height:24em;overflow:auto">{escape(code_of(stage, self.lab))}</pre>'
         parts.append(f"<details><summary>code</summary>{code}</details>")
         return f'<section aria-label="{escape(stage.name)}">{"".join(parts)}</section>'
-
-    def _timing(self, run: int) -> str:
-        rows = [
-            {
-                "rank": row["rank"], "device": row["device"], "kind": ("· " if row["parent"] else "") + row["kind"],
-                "took": seconds_text(row["duration_s"]), "tokens": row["processed_tokens"] or "",
-                "moved": bytes_text(row["moved_bytes"]) if row["moved_bytes"] else "",
-            }
-            for row in self.lab.spans(run).to_dict("records")
-        ]  # fmt: skip
-        return table(rows, caption="timing", max_rows=12) if rows else ""
 
     def _batch(self, stage: Any, record: Any) -> Any:
         """What the stage made in this iteration, if that is a batch which is whole."""
@@ -319,8 +333,14 @@ class Stepper(View):
             for done in range(wanted):
                 if self.driver.stopping:
                     return f"stopped after {done} of {wanted} iterations"
-                self.driver.busy = f"iteration {done + 1} of {wanted} of {type(algorithm).__name__}"
-                algorithm.run(1)
+                self.driver.busy = f"{iterations} of {type(algorithm).__name__}, {done} done"
+                try:
+                    algorithm.run(1)
+                except WorkbenchError:
+                    if not self.driver.stopping:
+                        raise
+                    made = ", ".join(algorithm.made) or "no stage"
+                    return f"stopped after {done} of {wanted} iterations; of the next one there is {made}"
             return f"{iterations}: done"
 
         iterations = f"{wanted} iteration{'s' if wanted > 1 else ''}"
@@ -333,6 +353,10 @@ class Stepper(View):
     def on_choose(self, stage: str) -> None:
         self.chosen = "" if stage == self.chosen else stage
         self._drawn += 1
+
+    def on_change(self, stage: str, argument: str, once: bool, value: str) -> None:
+        """Give an argument of a stage another value, which was typed."""
+        self.driver.outcome = stage_form.change(self._need(), self.lab, stage, argument, value, once=once)
 
     def on_against(self, value: str) -> None:
         self.arm = value
@@ -363,3 +387,12 @@ class Stepper(View):
 
 def _short(value: Any) -> Any:
     return value if not isinstance(value, str) or len(value) <= 90 else value[:89] + "…"
+
+
+def _stages_table(graph: Any, marks: Mapping[str, Mark]) -> str:
+    """What the graph shows, as a table."""
+    rows = [
+        {"stage": one.name, "role": one.role, "state": marks[one.name].words, "after": ", ".join(one.inputs)}
+        for one in graph.stages
+    ]
+    return f"<details><summary>The stages as a table</summary>{table(rows)}</details>"

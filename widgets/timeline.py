@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from workbench.display.callers import Callers
 from workbench.display.html import bytes_text, kv, seconds_text
 from workbench.display.idle import CAUSES, Gaps, Life, within
 from workbench.display.lanes import TOUCH_S, lanes_of
+from workbench.display.span_search import found_spans
+from workbench.display.span_sums import sums_of
 from workbench.display.span_table import SpanTable
-from workbench.display.timeline import Timeline, drawn, times_table
+from workbench.display.timeline import Timeline, drawn, folded, times_table
 from workbench.display.timeline_svg import Section
 from workbench.errors import BadInput
 from workbench.support.notebook_cell import code_of_cell
@@ -25,34 +28,37 @@ MOST_STILL_BARS = 250  # keeps the picture in a saved notebook below 300 kB, how
 MOST_LISTED = 500
 LEAST_WIDTH, MOST_WIDTH = 320, 4000  # pixels
 SHORTEST_S = 2e-5
+LEAST_FOUND = 3  # pixels: a span that was searched for is made as wide at least
 
 
 class TimelineView(View):
     """Lanes by device with the spans of stages, and the idle time between them by its cause.
 
-    window: a key of `WINDOWS`, or "iteration 7". iterations: N of these.
+    window: a key of `WINDOWS`, or "iteration 7". iterations: N of these. fold: whether long stretches in which nothing
+    was called are narrow breaks.
     """
 
     name, title, script = "timeline", "Timeline", True
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
-        self.window, self.iterations = "last", 3
+        self.window, self.iterations, self.fold = "last", 3, True
         self._follow = {name: lab.telemetry.follow(name) for name in ("spans", "events")}
         self._table = SpanTable(lab.devices())
         self._starts: list[tuple[int, float]] = []  # of iterations: number, unix time
         self._moves_s: list[float] = []  # when changes of placement began, unix times
         self._lives: list[Life] = []  # by lane
-        self._cells: dict[int, tuple[int, int]] = {}  # by run: the cell that called it, in which session of a kernel
-        self._session = 0
+        self._callers = Callers()
         self._chosen: Mapping[str, Any] = {}
         self._changes = 0
         self._width = 960
-        self._looked: tuple[float, float] | None = (
-            None  # what is in sight, seconds from the start of a section; None: all
-        )
+        # what is in sight, seconds from the start of the first section, whether folded or not; None: all
+        self._looked: tuple[float, float] | None = None
         self._asked = ""  # what the front end last asked for
-        self._titles: list[str] = []
+        self._drawn: Sequence[Section] = ()  # what it was sent last
+        self._query, self._finds = "", 0  # what is searched for, how often a match was gone to
+        self._range: tuple[float, float] | None = None  # what is selected, as `_looked`
+        self._selected = ""  # by what the front end calls that selection
         self._drawn_still: tuple[Hashable, Timeline] | None = None
         self._reading = threading.Lock()  # a picture is asked for in another thread than a payload
 
@@ -68,19 +74,16 @@ class TimelineView(View):
                 details = event["details"]
                 if event["event"] == "iteration":
                     self._starts.append((int(details["iteration"]), float(event["time_s"])))
-                elif event["event"] == "run":
-                    self._cells[int(details["run"])] = int(details["cell"]), self._session
                 elif event["event"] == "move":
                     self._moves_s.append(float(event["time_s"]) - float(details["seconds"]))
-                elif event["event"] == "attached":
-                    self._session += 1
+                self._callers.add(event)
             if self._follow["spans"].grown:
                 self._table.add(self._follow["spans"].new_spans(), last=False)
             self._table.know(live := self.lab.devices())
             self._lives = self._table.lives(live, self._moves_s)
 
     def _gaps(self) -> Gaps:
-        return self._table.gaps(self._window(), self._lives, self._cells)
+        return self._table.gaps(self._window(), self._lives, self._callers)
 
     def _window(self) -> tuple[float, float]:
         """From the first iteration, or span, to the end of the last span."""
@@ -119,31 +122,57 @@ class TimelineView(View):
     def controls(self) -> str:
         windows = WINDOWS if self.window in WINDOWS else {**WINDOWS, self.window: self.window}
         asked = entry("N", "iterations", self.iterations, kind="number", size=4)
-        return choice("show", "show", windows, self.window) + (asked if self.window in ("several", "compare") else "")
+        fold = entry("fold time in which nothing was called", "fold", self.fold, kind="checkbox")
+        shown = choice("show", "show", windows, self.window)
+        return shown + (asked if self.window in ("several", "compare") else "") + fold
 
     def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
         self._read()
-        sections, gaps = self._sections(), self._gaps()
-        titles = [section.title for section in sections]
-        if titles != self._titles:
-            self._titles, self._looked = titles, None
-        picture = drawn(self._table, sections, gaps, width=self._width, view=self._looked)
+        gaps = self._gaps()
+        sections = self._folded(gaps)
+        if [section.title for section in sections] != [section.title for section in self._drawn]:
+            self._looked = self._range = None
+        self._drawn = sections
+        view = self._as_drawn(self._looked)
+        hits, elsewhere = self._hits()
+        picture = drawn(self._table, sections, gaps, width=self._width, view=view, hits=hits)
         data = {
             "svg": picture.inline_svg,
             "spans": len(self._table),
-            "view": self._looked,
-            "length_s": max([section.end_s - section.start_s for section in sections], default=0.0),
+            "view": view,
+            "length_s": max([section.drawn_s for section in sections], default=0.0),
             "asked": self._asked,
+            "search": {"query": self._query, "told": self._told(hits, elsewhere), "finds": self._finds},
+            "range": self._as_drawn(self._range),
+            "selected": self._selected,
+            "sums": self._sums(gaps),
             "times": times_table(picture.summary, "times by device"),
             "details": self._details(gaps),
             "chosen": self._chosen.get("span", -1),
         }
         return data, []
 
+    def _folded(self, gaps: Gaps) -> list[Section]:
+        return folded(self._sections(), gaps) if self.fold else self._sections()
+
+    def _as_drawn(self, times_s: tuple[float, float] | None) -> tuple[float, float] | None:
+        """Seconds from the start of the first section, as seconds from the left edge of the picture."""
+        if times_s is None or not self._drawn:
+            return None
+        start_s, end_s = self._drawn[0].folding.drawn(np.array(times_s)).tolist()
+        return start_s, end_s
+
+    def _times(self, drawn_s: Sequence[float]) -> tuple[float, float]:
+        """The inverse of `_as_drawn`."""
+        edges = np.array([float(drawn_s[0]), max(float(drawn_s[1]), float(drawn_s[0]) + SHORTEST_S)])
+        start_s, end_s = (self._drawn[0].folding.time(edges) if self._drawn else edges).tolist()
+        return start_s, end_s
+
     def _still(self) -> Timeline:
         self._read()
         if self._drawn_still is None or self._drawn_still[0] != self.depends_on():
-            still = drawn(self._table, self._sections(), self._gaps(), most=MOST_STILL_BARS)
+            gaps = self._gaps()
+            still = drawn(self._table, self._folded(gaps), gaps, most=MOST_STILL_BARS)
             self._drawn_still = self.depends_on(), still
         return self._drawn_still[1]
 
@@ -186,10 +215,10 @@ class TimelineView(View):
 
     def _cell(self, run: int) -> str:
         """The cell that called a run, and a way to it."""
-        if run not in self._cells:
-            return f"<div>run {run} was called by no cell of a notebook</div>"
-        number, session = self._cells[run]
-        if session != self._session:
+        number, session = self._callers.of_run.get(run, (None, 0))
+        if not isinstance(number, int):
+            return f"<div>run {run} was called by {'a button of a panel' if number else 'no cell of a notebook'}</div>"
+        if session != self._callers.session:
             return f"<div>called in cell [{number}] of an earlier kernel</div>"
         code = code_of_cell(number)
         return (
@@ -218,6 +247,48 @@ class TimelineView(View):
         }
         return f'<section aria-label="chosen gap">{kv(facts, caption=f"idle: {what.words}")}</section>'
 
+    # --- a search, and a range ----------------------------------------------------------------------------------------
+
+    def _hits(self) -> tuple[list[int], int]:
+        """Spans in the sections that are drawn that what is searched for matches, by start; how many more there are."""
+        found = found_spans(self._table, self._callers, self._query, range(len(self._table.lanes)))
+        start_s, end_s = (self._table.columns[name][found] for name in ("start_s", "end_s"))
+        shown = np.zeros(len(found), bool)
+        for section in self._drawn:
+            shown |= (end_s >= section.start_s) & (start_s <= section.end_s)
+        return found[shown].tolist(), int((~shown).sum())
+
+    def _told(self, hits: Sequence[int], elsewhere: int) -> str:
+        if not self._query.strip():
+            return ""
+        chosen, more = self._chosen.get("span"), f"; {elsewhere:,} in times that are not shown" if elsewhere else ""
+        place = f"{hits.index(chosen) + 1:,} of " if chosen in hits else ""
+        return f"{place}{len(hits) or 'no'} span{'s' if len(hits) != 1 else ''}{more}"
+
+    def _go_to(self, number: int) -> None:
+        """Choose a span, and have it in sight, wide enough to be seen."""
+        row = self._table.row(number)
+        section = next(one for one in self._drawn if row["end_s"] >= one.start_s and row["start_s"] <= one.end_s)
+        start_s, end_s = section.folding.drawn(np.array([row["start_s"], row["end_s"]]) - section.start_s).tolist()
+        from_s, to_s = self._as_drawn(self._looked) or (0.0, max(one.drawn_s for one in self._drawn))
+        seen_s, length_s = to_s - from_s, max(end_s - start_s, SHORTEST_S)
+        if start_s < from_s or end_s > to_s or length_s * self._width < LEAST_FOUND * seen_s:
+            half_s = max(min(seen_s, 40 * length_s), 2 * length_s) / 2
+            middle_s = (start_s + end_s) / 2
+            self._looked = self._times((max(middle_s - half_s, 0.0), middle_s + half_s))
+        self._chosen, self._finds = {"span": number}, self._finds + 1
+
+    def _sums(self, gaps: Gaps) -> str:
+        """The sums of what is selected, of each section."""
+        parts = list[str]()
+        for section in self._drawn if self._range is not None else ():
+            times_s = section.folding.time(np.array(self._as_drawn(self._range))) + section.start_s
+            from_s, to_s = np.clip(times_s, section.start_s, section.end_s).tolist()
+            if to_s > from_s:
+                sums = sums_of(self._table, gaps, section.lanes, section.start_s, (from_s, to_s))
+                parts.append((f"<b>{escape(section.title)}</b>" if len(self._drawn) > 1 else "") + sums._repr_html_())
+        return f'<section aria-label="selected range">{"".join(parts)}</section>' if parts else ""
+
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def on_show(self, value: str) -> None:
@@ -238,9 +309,32 @@ class TimelineView(View):
         self._changes += 1
 
     def on_look(self, asked: str, width: int, view: list[float] | None = None) -> None:
-        """Draw for a page so many pixels wide, and with this in sight: seconds from the start of a section."""
+        """Draw for a page so many pixels wide, and with this in sight: seconds from the left edge of the picture."""
         self._asked, self._width = asked, min(max(int(width), LEAST_WIDTH), MOST_WIDTH)
-        self._looked = None if view is None else (float(view[0]), max(float(view[1]), float(view[0]) + SHORTEST_S))
+        self._looked = None if view is None else self._times(view)
+        self._changes += 1
+
+    def on_fold(self, value: Any) -> None:
+        """Draw long stretches in which nothing was called as narrow breaks, or as long as they are."""
+        self.fold = bool(value)
+        self._changes += 1
+
+    def on_find(self, value: str, by: int = 0) -> None:
+        """Search for spans, see `found_spans`, and go to the first in sight or behind it; where this was searched for
+        already, to the next (by: 1), or to the one before (-1)."""
+        again, self._query = value == self._query, str(value)
+        hits, _ = self._hits()
+        if hits and again and self._chosen.get("span") in hits:
+            self._go_to(hits[(hits.index(self._chosen["span"]) + by) % len(hits)])
+        elif hits:
+            seen_s = self._drawn[0].start_s + (self._looked or (0.0, 0.0))[0]
+            after = [n for n in hits if self._table.columns["end_s"][n] >= seen_s]
+            self._go_to(after[0] if after and by >= 0 else hits[-1 if by < 0 else 0])
+        self._changes += 1
+
+    def on_select(self, view: list[float] | None = None, asked: str = "") -> None:
+        """Add up what lies between two places, seconds from the left edge of the picture; None: nothing."""
+        self._range, self._selected = None if view is None else self._times(view), asked
         self._changes += 1
 
     def receive(self, iteration: int | None = None, **_: Any) -> None:

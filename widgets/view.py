@@ -19,7 +19,8 @@ class View:
     """One tab of a panel. It looks at a workbench, and acts on it, through its public methods alone.
 
     name: what `lab.panel(name)` calls it. title: on its tab. script: whether a script of the front end, see `SCRIPTS`
-    in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`.
+    in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`. sticks: where it is alone, it
+    stays at the top of the notebook, where the front end can do that.
 
     An action of the front end, `data-act="keep" data-given='{"n": 3}'` on a control, calls `on_keep(n=3)`; a select or
     an input adds its `value`. What runs stages goes to `driver`; the rest is done in the thread of the panel's views.
@@ -28,6 +29,7 @@ class View:
     name: ClassVar[str]
     title: ClassVar[str]
     script: ClassVar[bool] = False
+    sticks: ClassVar[bool] = False
 
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
@@ -85,9 +87,15 @@ def _attributes(act: str, given: Given, *, drives: bool) -> str:
     return f'data-act="{escape(act)}"{told}{" data-drives" if drives else ""}'
 
 
-def button(label: str, act: str, *, drives: bool = False, off: str = "", title: str = "", **given: Any) -> str:
-    """A button. drives: runs stages, and waits for what else does. off: why it cannot be pressed now."""
+def button(
+    label: str, act: str, *, drives: bool = False, off: str = "", title: str = "", takes: bool = False,
+    spoken: str = "", **given: Any,
+) -> str:  # fmt: skip
+    """A button. drives: runs stages, and waits for what else does. off: why it cannot be pressed now. takes: it adds
+    the `value` of the field in its row, an element with `data-row`. spoken: for screen readers, where the label alone
+    says too little."""
     state = f' disabled title="{escape(off)}"' if off else (f' title="{escape(title)}"' if title else "")
+    state += (" data-takes" if takes else "") + (f' aria-label="{escape(spoken)}"' if spoken else "")
     return f'<button type="button" {_attributes(act, given, drives=drives)}{state}>{escape(label)}</button>'
 
 

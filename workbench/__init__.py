@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import errors as errors
 from workbench.algorithms import ALGORITHMS
+from workbench.support.notebook_cell import note_failures
 from workbench.support.public_names import PUBLIC_NAMES
 
 if TYPE_CHECKING:
@@ -21,10 +22,19 @@ if TYPE_CHECKING:
     from workbench.algorithms import *  # noqa: F403 (every algorithm)
     from workbench.algorithms.loop import Algorithm as Algorithm
     from workbench.batches.batch import Batch as Batch
+    from workbench.comparisons.dial import dial as dial
+    from workbench.comparisons.diff import diff as diff
+    from workbench.comparisons.model_card import model_card as model_card
+    from workbench.comparisons.runs import runs as runs
+    from workbench.comparisons.sweep import sweep as sweep
     from workbench.controller import Workbench as Workbench
+    from workbench.data import adapters as adapters
     from workbench.data import sandbox as sandbox
+    from workbench.data import toolbox as toolbox
     from workbench.data import verifiers as verifiers
     from workbench.data.batched import batched as batched
+    from workbench.data.judge import Judge as Judge
+    from workbench.data.tools import Tools as Tools
     from workbench.launch import script as script
     from workbench.launch.listing import ls as ls
     from workbench.launch.opening import attach as attach
@@ -34,11 +44,15 @@ if TYPE_CHECKING:
     from workbench.messages.operation import register as register
     from workbench.messages.protocols import PROTOCOLS as PROTOCOLS
     from workbench.messages.protocols import protocol as protocol
+    from workbench.models.chat_format import ChatFormat as ChatFormat
     from workbench.models.lora import LoRA as LoRA
     from workbench.models.spec import Model as Model
     from workbench.objectives.correction import Correction as Correction
+    from workbench.objectives.covariance import ClipCov as ClipCov
+    from workbench.objectives.covariance import KLCov as KLCov
     from workbench.placement import Layout as Layout
     from workbench.placement import Placement as Placement
+    from workbench.settings.context import Context as Context
     from workbench.settings.engines import Generation as Generation
     from workbench.settings.engines import Sampling as Sampling
     from workbench.settings.engines import Training as Training
@@ -49,9 +63,11 @@ if TYPE_CHECKING:
 # a CPU was up to 25 times slower. OpenMP reads it when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+note_failures()
+
 # name -> module; loaded when first used, so that `import workbench` is quick and pulls in no engine
 _PUBLIC = {**ALGORITHMS, **PUBLIC_NAMES}
-_MODULES = ("mapping", "sandbox", "script", "verifiers")
+_MODULES = ("adapters", "mapping", "sandbox", "script", "toolbox", "verifiers")
 
 __all__ = sorted(_PUBLIC)
 

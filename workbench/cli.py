@@ -88,6 +88,28 @@ def parser() -> argparse.ArgumentParser:
     )
     mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
     mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
+    evaluate = add("evaluate", _evaluate, "a checkpoint's policy on data: mean reward, pass@k, lengths")
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
+    evaluate.add_argument(
+        "data", metavar="DATA", nargs="*", help="names, files or hub ids; default: the prompts that it was trained on"
+    )
+    evaluate.add_argument("--n", metavar="N", type=int, help="the first N prompts of each; default: all")
+    evaluate.add_argument("--samples", metavar="N", type=int, default=4, help="responses a prompt; default: 4")
+    evaluate.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
+    evaluate.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
+    evaluate.add_argument("--max-new-tokens", metavar="N", type=int, default=64, help="of a response; default: 64")
+    evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
+    evaluate.add_argument("--reward", metavar="VERIFIER", help="of wb.verifiers; default: the checkpoint's own")
+    evaluate.add_argument("--threshold", type=float, default=1.0, help="the reward from which on it passes; default: 1")
+    evaluate.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
+    evaluate.add_argument("--output", metavar="FOLDER", help="where a run folder is kept; default: none is")
+    evaluate.add_argument("--rows", metavar="FILE", help="write a row a response to this .jsonl file, too")
+    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
+    serve.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
+    serve.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
+    serve.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
+    serve.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="of an answer; default: 256")
+    serve.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")
     export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
@@ -234,6 +256,44 @@ def _lengths(text: str) -> int | tuple[int, ...]:
         rule = "a length in tokens, or several, comma-separated"
         raise BadInput(f"--response {text}", rule, "write --response 256,512,2048") from None
     return found if len(found) > 1 else found[0]
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from workbench.launch.evaluating import evaluate_checkpoint
+    from workbench.support.files import SHARED, write_bytes
+
+    rows = None if arguments.rows is None else path_of(arguments.rows, "--rows")
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
+    found = evaluate_checkpoint(
+        arguments.checkpoint, arguments.data, n=arguments.n, samples=arguments.samples, sampling=sampling,
+        seed=arguments.seed, reward=arguments.reward, threshold=arguments.threshold, backend=arguments.backend,
+        runs=arguments.output,
+    )  # fmt: skip
+    if rows is not None:
+        write_bytes(rows, found.rows.to_json(orient="records", lines=True).encode(), mode=SHARED)
+    answer = {"data": json.loads(found.to_json(orient="index")), "conditions": dict(found.conditions)}
+    print(json.dumps(answer, indent=2, default=str) if arguments.json else found)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from workbench.launch.serving import serve_checkpoint
+
+    def ready(endpoint: Any) -> None:
+        address = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}
+        if arguments.json:
+            print(json.dumps(address), flush=True)
+        else:
+            print(
+                "\n".join(f"{name:<8} {value}" for name, value in address.items()),
+                "Ctrl-C ends it",
+                sep="\n",
+                flush=True,
+            )
+
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
+    serve_checkpoint(arguments.checkpoint, sampling=sampling, backend=arguments.backend, ready=ready)
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat
 
 import psutil
@@ -33,8 +32,11 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
 from workbench.batches.store import Store, Weights
-from workbench.checks.evaluation import evaluate
+from workbench.checks.compare_evaluations import compare_evaluations
+from workbench.checks.evaluation import Asked, evaluate
 from workbench.config.description import Description
+from workbench.conversations import Conversations
+from workbench.conversations.endpoint import serve
 from workbench.data.example_stream import ExampleStream
 from workbench.data.examples import Kind
 from workbench.data.prompt_stream import PromptStream
@@ -48,6 +50,7 @@ from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT, Placement
 from workbench.placement.estimate import MemoryEstimate
+from workbench.session.assigning import set_attribute
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.session.history import History
@@ -110,8 +113,9 @@ class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
 
     lab.actor, lab.critic, ...: worker groups; lab.rollout: those who generate for the actor, where the placement names
-    them. lab.prompts: where prompts come from. lab.topology(), lab.timeline(), lab.spans(), lab.transfers(),
-    lab.syncs(), lab.metrics(), lab.logs(): what is where and what happened. lab.close(): free all.
+    them. lab.prompts: where prompts come from. lab.buffer: rollouts that wait to be trained on. lab.conversation(row):
+    one conversation, by hand. lab.topology(), lab.timeline(), lab.spans(), lab.transfers(), lab.syncs(), lab.metrics(),
+    lab.logs(): what is where and what happened. lab.close(): free all.
 
     Its parts are `hosts`, `ownership`, `runner`, `position`, `checkpoints`, `history` and `telemetry`.
     attached: it was opened before, and `wb.attach` found it. stays: its hosts live on when it is closed.
@@ -130,7 +134,8 @@ class Workbench:
         self._reloader = Reloader(self.runner, _groups_of_process)
         groups.delegate_rollout = lambda: RolloutCaller(self.runner)
         groups.make()
-        self.position = Position(counters, batches)
+        self.position, self.conversation = Position(counters, batches, self.runner.live.note), Conversations(self)
+        self.buffer = self.position.buffer
         self.history = History(self.hosts, groups, self.telemetry)
         self._topology = Topology(self.hosts, self.ownership, groups, counters, self.telemetry)
         self._predictor = Predictor(self.hosts, self.ownership, self._topology, self.position, self.telemetry)
@@ -235,6 +240,8 @@ class Workbench:
         near = meant(name, [*roles, *(known for known in dir(self) if not known.startswith("_"))], str)
         raise AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
+    __setattr__ = set_attribute
+
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.groups]
 
@@ -292,9 +299,7 @@ class Workbench:
     def __enter__(self) -> Workbench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.telemetry.sinks.close(failed=error is not None)
         self.close()
 
@@ -385,8 +390,7 @@ class Workbench:
         over ranks are over its own rows, and a model that was cut over ranks gives the same numbers within rounding.
         Raises `NotFound` where no stage has failed, `BadInput` where this one cannot be run here.
         """
-        failed = self.last_error()
-        return replay(self.runner, failed, rank=rank, device=device, post_mortem=post_mortem)
+        return replay(self.runner, self.last_error(), rank=rank, device=device, post_mortem=post_mortem)
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -646,8 +650,9 @@ class Workbench:
         """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
         devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
-        what `move` asks of them; whether there is room now, `diff` says. Raises `BadInput` before any `calibrate`, or
-        where no such plan is left.
+        what `move` asks of them; whether there is room now, `diff` says. `.chance` and
+        `.advice` say how sure the best is, and what one trial would decide. Raises `BadInput` before any `calibrate`,
+        or where no such plan is left.
         """
         return self._predictor.suggest(algorithm, devices=devices, top=top)
 
@@ -709,9 +714,13 @@ class Workbench:
         """(pool, device) of every host, as the placement has them; nobody is asked."""
         return [(info.pool, info.device) for info in self.hosts.infos]
 
-    def timeline(self, iterations: PositiveInt | None = 1) -> Timeline:
-        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle."""
-        return self.history.timeline(iterations)
+    def timeline(self, iterations: PositiveInt | None = 1, *, fold: bool = True) -> Timeline:
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle.
+
+        fold: draw long stretches in which nothing was called as narrow breaks. `.summary` has the times of each device,
+        `.sums(from_s, to_s)` those of each stage between two times.
+        """
+        return self.history.timeline(iterations, fold=fold)
 
     def opening(self) -> pd.DataFrame:
         """Where the seconds of opening went: a row for each piece of it on each rank, by start.
@@ -740,10 +749,14 @@ class Workbench:
         try:
             from workbench_widgets import panel
         except ImportError as error:
-            raise MissingDependency(
-                f"{error.name} is not installed", "a live panel needs it", "pip install 'workbench[notebook]'"
-            ) from error
+            raise MissingDependency.of(f"{error.name}", "a live panel needs it", "notebook") from error
         return panel(self, views, algorithm)
+
+    def strip(self) -> Panel:
+        """A line that stays in sight: connected, what runs and how far it is, tokens a second, the reward of the last
+        iterations, memory, warnings. In JupyterLab it sticks to the top of the notebook, elsewhere it is in its cell.
+        Raises `MissingDependency` as `panel` does."""
+        return self.panel("strip")
 
     @stoppable("lab.export()", ("the script is written as a whole, or not at all", "the same call again writes it"))
     def export(self, output: str | Path, notebook: str | Path | None = None, **options: Any) -> Script:
@@ -807,21 +820,31 @@ class Workbench:
     def evaluate(
         self, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
         reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
+        answer: Callable[[str], Any] | None = None, select: Any = None,
     ) -> pd.DataFrame:  # fmt: skip
         """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
-        has them all. `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
+        has them all. `.rows` of what it returns is a frame with a row a response: prompt, text, reward, passed, tokens.
+        `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
 
-        data: whatever `prompts=` takes, or several by name. n: the first n prompts of each; None: all.
+        data: whatever `prompts=` takes, or several by name; without `chat` they have the chat format of `lab.prompts`.
+        n: the first n prompts of each; None: all.
         samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
         most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
         trains. reward: in place of the reward role's own. seed: the same one draws the same responses from the same
         weights.
+        answer: a function that gives the answer of a response's text, None where it has none: `majority@k`, the share
+        of prompts of which the answer that most of k samples give has passed. select: "role", the reward role's own
+        model, or a function as `reward`: `best_of@k`, the reward of the response that it scores highest among k,
+        without those for which it failed: `selection_failed_fraction`.
         Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
-        reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), `truncated_fraction`.
+        reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), median and 95th
+        percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a
+        format.
         """
-        return evaluate(
-            self, data, samples=samples, sampling=sampling, reward=reward, n=n, threshold=threshold, seed=seed
-        )
+        return evaluate(self, data, Asked(samples, sampling, reward, n, threshold, seed, answer, select))
+
+    compare_evaluations = staticmethod(compare_evaluations)
+    serve = serve
 
     def refresh_reference(self) -> None:
         """Give the reference the actor's weights, as iterative DPO and TR-DPO (arXiv:2404.09656) do: the KL to it is 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,11 +13,15 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import tiny_lab
+from tests.calculator import Calculator
+from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
+from workbench.algorithms import ALGORITHMS
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 from workbench.objectives.kl import adaptive_kl_step
 
+COMMON = ("prompt_ids", "response_ids", "response_mask")
 SHORT = wb.Sampling(max_new_tokens=6)
 
 
@@ -24,6 +29,49 @@ SHORT = wb.Sampling(max_new_tokens=6)
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     with tiny_lab("dataflows", tmp_path_factory.mktemp("runs"), backend="inline") as lab:
         yield lab
+
+
+def test_what_each_algorithm_needs_is_in_the_docs(tmp_path: Path) -> None:
+    """The table of docs/algorithms.md, made from the graphs of the algorithms as they are without options."""
+    models: dict[str, Any] = dict.fromkeys(("actor", "critic", "reference", "cost_critic", "teacher"), TINY)
+    models |= {"reward": wb.Model(TINY, training=wb.Training(engine="torch")), "cost": TINY}
+    answers = {"prompt": "a", "response": "b", "chosen": "b", "rejected": "c", "label": True}
+    with tiny_lab("needs", tmp_path, backend="inline", models=models) as lab:
+        kinds = ("demonstrations", "feedback", "pairs")
+        streams: dict[str, Any] = {kind: getattr(lab, kind)([answers] * 64) for kind in kinds}
+        lines = []
+        for name in sorted(ALGORITHMS):
+            kind = getattr(wb, name)
+            given = {field.name: streams[field.name] for field in dataclasses.fields(kind) if field.name in streams}
+            source = f"lab.{next(iter(given), 'prompts')}"
+            if kind is wb.ArCHer:
+                given["sampling"] = wb.Sampling(environment=Calculator, max_turns=2)
+            stages = kind(lab, **given).graph().stages
+            roles = dict.fromkeys(stage.role for stage in stages if stage.role in lab.groups)
+            reads = [
+                f"`{stage.operation}`: {', '.join(c for c in stage.reads if c not in COMMON) or 'no more'}"
+                for stage in stages
+                if stage.updates
+            ]
+            lines.append(f"| `{name}` | {', '.join(roles)} | `{source}` | {'; '.join(reads)} |")
+    text = (Path(wb.__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    missing = [line for line in lines if line not in text]
+    assert not missing, "\n".join(lines)
+
+
+def test_how_many_samples_and_which_roles(tmp_path: Path) -> None:
+    def alone(rewards: torch.Tensor) -> torch.Tensor:
+        return rewards + 1
+
+    with tiny_lab("few", tmp_path, backend="inline", models={"actor": TINY, "reward": even}) as lab:
+        made = wb.GRPO(lab, prompts=4, samples=1, estimator=alone, sampling=SHORT)
+        assert made.iterate()["update_actor/grad_norm"] > 0
+        with expect_error(
+            BadInput, value="GRPO.samples=1", rule="must be at least 2: the baseline of estimator='grpo'"
+        ):
+            wb.GRPO(lab, samples=1)
+        with expect_error(BadInput, value="RLOO on a workbench without reference", remedy="or give kl_coefficient=0"):
+            wb.RLOO(lab)
 
 
 def even(prompt: str, response: str, **row: Any) -> float:
@@ -53,7 +101,7 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="off_policy_baseline",
                              clip=1.0, clip_high=1e9,
                              correction=wb.Correction(level="sequence", high=8.0, reference_size=1.0)),
-         "compute_log_prob compute_reward compute_advantages update_actor"),
+         "compute_log_prob compute_gradient_norm compute_reward compute_advantages update_actor"),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="dr_grpo", loss="cispo", clip=1.0,
                              aggregation="fixed-length", kl_coefficient=0.1, kl="k3_corrected"),
          "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
@@ -99,11 +147,13 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
     assert 0 < metrics["update_actor/correction/effective_sample_size"] <= 1
     assert metrics["compute_log_prob/entropy"] > 0
     if hasattr(algorithm, "sampling"):
-        algorithm.sampling = wb.Sampling(top_p=0.9, max_new_tokens=4)
-        runs = lab.runner.counters.run
-        with pytest.raises(BadInput, match=r"update_actor with Correction.*top_p=0\.9"):
-            algorithm.iterate()
-        assert lab.runner.counters.run == runs
+        before = algorithm.sampling
+        with expect_error(BadInput, value=r"update_actor with Correction.*top_p=0\.9"):
+            algorithm.sampling = wb.Sampling(top_p=0.9, max_new_tokens=4)
+        assert algorithm.sampling is before
+        algorithm.sampling = wb.Sampling(top_p=0.9, max_new_tokens=4, keep_mask=True)
+        metrics = algorithm.iterate()
+        assert metrics["update_actor/correction/weight/mean"] == pytest.approx(1, abs=1e-3)
 
 
 def test_dual_clip_and_entropy_reach_the_update(lab: wb.Workbench) -> None:
@@ -324,5 +374,5 @@ def test_functions_in_the_fields_of_algorithms(lab: wb.Workbench) -> None:
     algorithm = wb.GRPO(lab, loss=surrogate, estimator=less_the_mean, **ours)
     algorithm.run(1)
     assert 0 <= lab.last_metrics["update_actor"]["clip_fraction"] < 1
-    with pytest.raises(BadInput, match=r"takes 'advantage'.*write advantages \(the nearest\)"):
+    with expect_error(BadInput, value="takes 'advantage'", remedy=r"write advantages \(the nearest\)"):
         wb.GRPO(lab, loss=lambda log_prob, advantage: log_prob, **ours).graph()

@@ -12,9 +12,11 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.algorithms.graph import Graph
 from workbench.algorithms.loop import Algorithm
 from workbench.display.graph import draw
+from workbench.display.palette import ROLE_STYLES
 from workbench.errors import BadInput, StageError, StageInterrupted, UnknownColumn
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -44,7 +46,10 @@ def test_what_a_graph_says(lab: wb.Workbench) -> None:
     assert edges["update_critic"] >= {"compute_values", "compute_advantages"}
     assert lab.runner.counters.run == 0  # nothing was run
     picture = graph._repr_html_()
-    assert picture.count("<rect") == 9
+    assert picture.count("<rect") == 9 + 6  # a box a stage, and the colour of each role
+    legend = picture[picture.index("data-legend") :]
+    roles = ("actor", "critic", "reference", "reward", "numeric", "prompts")
+    assert all(f">{role}</text>" in legend and ROLE_STYLES[role].colour in legend for role in roles)
     assert "compute_ref_log_prob on reference" in picture
     assert draw(graph) == picture
 
@@ -162,7 +167,9 @@ def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
     algorithm.iterate()
     assert algorithm.made["compute_reward"].rows == 8
     assert algorithm.made["better_half"].rows == 4
-    with pytest.raises(BadInput, match=r"Peeping: batch.rows.*do not look at what is in a batch.*lab.apply"):
+    with expect_error(
+        BadInput, value="Peeping: batch.rows", rule="do not look at what is in a batch", remedy="lab.apply"
+    ):
         Peeping(lab).graph()
 
 
@@ -171,7 +178,7 @@ def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:
     algorithm.replace("prompts", n=1)
     assert algorithm.step().rows == 1
     algorithm.step()
-    with pytest.raises(BadInput, match=r"inserting 'half'.*'generate_sequences'.*has run in this iteration"):
+    with expect_error(BadInput, value="inserting 'half'", rule="'generate_sequences'.*has run in this iteration"):
         algorithm.insert(BestOf.better_half, after="prompts", name="half")
     algorithm.insert(BestOf.better_half, after="compute_reward", name="half")
     algorithm.iterate()
@@ -205,7 +212,7 @@ def test_a_finished_iteration_is_over_whatever_the_graph_becomes(lab: wb.Workben
     assert second["update_actor/optimizer_steps"] == first["update_actor/optimizer_steps"] + 2
     algorithm.step()
     algorithm.step()
-    with pytest.raises(BadInput, match=r"'generate_sequences'.*has run.*restart\(\)"):
+    with expect_error(BadInput, rule="'generate_sequences'.*has run", remedy=r"restart\(\)"):
         algorithm.insert(look, after="prompts", name="again")
     algorithm.restart()
     assert algorithm.next_stage == "prompts"
@@ -243,7 +250,7 @@ def test_an_interrupt_beside_an_update_does_not_have_it_made_again(
 def test_a_replaced_stage_runs_again_with_what_has_run_on_it(lab: wb.Workbench) -> None:
     algorithm = Counted(lab, prompts=2, samples=2, sampling=SHORT)
     algorithm.replace("compute_reward", lambda batch: batch)
-    with pytest.raises(UnknownColumn, match="rewards"):
+    with expect_error(UnknownColumn, value="rewards"):
         algorithm.iterate()
     drawn = algorithm.made["generate_sequences"].id
     algorithm.replace("compute_reward", lab.reward.compute_reward, function=lambda prompt, response, **row: 0.5)
@@ -273,7 +280,7 @@ def test_what_has_updated_a_role_is_not_run_again(lab: wb.Workbench) -> None:
         lambda: algorithm.replace("update_critic", epochs=2),
         lambda: algorithm.remove("update_critic"),
     ):
-        with pytest.raises(BadInput, match=r"'update_critic' has updated 'critic'.*iterate\(\).*restart\(\)"):
+        with expect_error(BadInput, rule="'update_critic' has updated 'critic'", remedy=r"iterate\(\).*restart\(\)"):
             edit()
     assert algorithm.next_stage == "update_actor"
     algorithm.restart()
@@ -301,7 +308,7 @@ def test_an_arm_that_fails_is_named(lab: wb.Workbench) -> None:
     while algorithm.next_stage != "compute_advantages":
         batch = algorithm.step()
     fewer = wb.ReMax(lab, samples=2, sampling=SHORT)  # would make two responses of each that there is
-    with pytest.raises(BadInput, match=r"^arm 'remax': join of .*equally many rows"):
+    with expect_error(BadInput, value="^arm 'remax': join of ", rule="equally many rows"):
         lab.compare(batch, {"ppo": wb.PPO(lab, sampling=SHORT), "remax": fewer})
 
 
@@ -310,7 +317,7 @@ def test_an_iteration_of_run_that_fails_is_given_up(lab: wb.Workbench) -> None:
         raise ZeroDivisionError
 
     algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, reward=broken)
-    with pytest.raises(StageError, match="ZeroDivisionError"):
+    with expect_error(StageError, value="ZeroDivisionError"):
         algorithm.run(1)
     assert algorithm.next_stage == "prompts"
     assert list(algorithm.made) == ["prompts", "generate_sequences", "compute_log_prob"]  # no promises

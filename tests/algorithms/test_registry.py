@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import workbench as wb
@@ -36,3 +37,13 @@ def test_every_file_with_an_algorithm_is_listed() -> None:
         (alias.name, node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     assert set(ALGORITHMS.items()) <= for_type_checkers
+
+
+def test_every_reward_of_components_has_weights_that_can_be_changed() -> None:
+    """`algo.reward_weights = {"format": 0.5}` holds for each call that scores with `algo.reward`."""
+    scoring = {name for name in ALGORITHMS if "reward" in {field.name for field in fields(getattr(wb, name))}}
+    assert {"PPO", "GRPO", "ArCHer"} <= scoring
+    for name in scoring:
+        text = inspect.getsource(getattr(wb, name))
+        assert "    reward_weights: Mapping[str, Weight] | None = None\n" in text, name
+        assert text.count("function=self.reward, weights=self.reward_weights)") == text.count(".compute_reward("), name

@@ -108,6 +108,7 @@ def test_another_cluster_is_refused_and_the_one_that_is_joined_stays(tmp_path: P
 MACHINES = """
 import json, os, tempfile
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -129,6 +130,14 @@ def nodes(lab):
     groups = [entry for entry in table if entry["name"].startswith(lab.description.id) and entry["state"] == "CREATED"]
     return {entry["name"].split("/")[2].split(".")[0]: sorted(entry["bundles_to_node_id"].values()) for entry in groups}
 
+@ray.remote
+class Bare:
+    def pid(self):
+        return os.getpid()
+
+def listens(pid):
+    return sorted(c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN")
+
 with wb.open(
     "machines", models={"actor": "tiny-llama", "critic": "tiny-llama", "reward": length}, prompts="arithmetic",
     placement=wb.Placement.of({"a": (1, ["reward"]), "b": (2, ["actor"]), "c": (1, ["critic"])}), device="cpu",
@@ -139,23 +148,31 @@ with wb.open(
     before = lab.actor.weight_digests()[0]
     wb.PPO(lab, prompts=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=2)).iterate()
     trained = lab.actor.weight_digests()[0]
+    bare, address = Bare.remote(), ray.util.get_node_ip_address()
+    everywhere = listens(ray.get(bare.pid.remote()))  # Ray's own, in any process that it starts
+    ours = {name: listens(process.pid) for name, process in lab.hosts.backend.processes.items()}
+    named = all(set(ips) <= {"127.0.0.1", address, *everywhere} and all(ips.count(ip) == 1 for ip in everywhere)
+                for ips in ours.values()) and address in ours["b-0"] and address not in ours["a-0"]
     lab.move(wb.Placement.of({"c": (1, ["critic", "reward"]), "d": (2, ["actor"])}))
-    print(json.dumps([apart, nodes(lab), trained != before, lab.actor.weight_digests() == [trained] * 2]), flush=True)
+    print(json.dumps([apart, nodes(lab), trained != before, lab.actor.weight_digests() == [trained] * 2,
+                      named or [everywhere, ours]]), flush=True)
 ray.shutdown()
 cluster.shutdown()
 """
 
 
 @pytest.mark.thorough
-def test_pools_lie_on_one_machine_where_they_can(tmp_path: Path) -> None:
+def test_pools_lie_on_one_machine_where_they_can_and_meet_at_its_address(tmp_path: Path) -> None:
+    """Stores and gloo listen at the address by which Ray knows the machine, and a pool of one rank on the loopback."""
     with run(MACHINES, tmp_path) as process:
-        apart, moved, trained, same = answer(process)
+        apart, moved, trained, same, named = answer(process)
     assert isinstance(apart, dict)
     assert isinstance(moved, dict)
     assert len(set(apart["b"])) == 1  # where filling machine after machine would cut it
     assert apart["a"] == apart["c"] != apart["b"][:1]
     assert len(set(moved["d"])) == 1
     assert (trained, same) == (True, True)
+    assert named is True
     assert process.returncode == 0
 
 

@@ -17,10 +17,15 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, rollouts, tiny_lab, train_on
+from tests.expected import expect_error
 from workbench.backends.inline import RANK_VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
 from workbench.messages.calls import HostInfo
+from workbench.messages.replies import Output
+from workbench.messages.shards import Shard
+from workbench.support import machine
 from workbench.workers.host import Host
+from workbench.workers.roles.actor import ActorWorker
 
 
 @pytest.fixture
@@ -47,6 +52,25 @@ def test_nothing_but_the_loopback_listens(tmp_path: Path) -> None:
     before = listening()
     with tiny_lab("quiet", tmp_path, backend="inline", devices=1):
         assert all(ip.startswith("127.") for ip, _ in listening() - before)
+
+
+class Counting(ActorWorker):
+    @wb.register("DP_PROTO", reads=("x",))
+    def count_threads(self, batch: Shard) -> Output:
+        return Output(metrics={"threads": torch.get_num_threads()})
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("100", 8), ("", 8)])
+def test_it_computes_with_the_threads_that_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: dict[str, str], said: str, threads: int
+) -> None:
+    """As it does under Ray, and afterwards the kernel with its own number of before."""
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    models = {"actor": wb.Model(TINY, worker=Counting)}
+    with tiny_lab("threads", tmp_path, backend="inline", devices=1, models=models) as lab:
+        assert lab.actor.count_threads(lab.put({"x": [1]}))["threads"] == threads
+    assert torch.get_num_threads() == 1
 
 
 def test_only_the_owner_can_enter_a_run_folder(tmp_path: Path) -> None:
@@ -93,7 +117,7 @@ def test_the_users_own_group_stays(tmp_path: Path) -> None:
         dist.all_reduce(total)
         assert total.tolist() == [1.0, 1.0]
         pair = HostInfo(lab="x", pool="p", rank=0, world_size=2, device="cpu:0", threads=1, log_path=None)
-        with pytest.raises(BadInput, match=r"a pool of 2 rank.* default process group has 1"):
+        with expect_error(BadInput, value="a pool of 2 rank.* default process group has 1"):
             Host(pair, InlineBackend()).join("127.0.0.1", 1)
     finally:
         dist.destroy_process_group()
@@ -124,10 +148,14 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "forward", pressed)
-        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted\. things are as before the stage"):
+        with expect_error(
+            StageInterrupted, rule="things are as before the stage", remedy="run the cell again to go on"
+        ):
             lab.critic.compute_values(batch)
         presses = 2
-        with pytest.raises(StageInterrupted, match=r"compute_values was interrupted twice\. it was left where it was"):
+        with expect_error(
+            StageInterrupted, value="compute_values was interrupted twice", rule="it was left where it was"
+        ):
             lab.critic.compute_values(batch)
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]
@@ -170,7 +198,7 @@ def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.Monke
         raise Unsendable(mine)
 
     monkeypatch.setattr(host.workers["critic"].engine, "forward", my_forward)
-    with pytest.raises(StageError, match=r"critic\.compute_values failed on rank 0: Unsendable: 5") as failed:
+    with expect_error(StageError, value=r"critic\.compute_values failed on rank 0: Unsendable: 5") as failed:
         lab.critic.compute_values(batch)
     assert isinstance(failed.value.__cause__, Unsendable)
     assert {"compute_values", "my_forward"} <= set(frames(failed.value))

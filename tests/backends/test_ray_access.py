@@ -15,6 +15,7 @@ import pytest
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from tests.backends.test_cluster import answer, run
+from tests.expected import expect_error
 from workbench.backends.ray_access import SOCKET, SOCKET_BYTES, session_folder
 from workbench.errors import BadInput
 
@@ -109,7 +110,7 @@ def test_ray_keeps_its_sockets_where_only_this_user_can_enter(short: Path) -> No
     assert made.parent == short
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
-    with pytest.raises(BadInput, match="mode 777"):
+    with expect_error(BadInput, value="mode 777"):
         session_folder()
     made.rmdir()
     for target in (short, short / "nowhere"):
@@ -138,7 +139,7 @@ def test_a_socket_has_a_path_that_the_system_takes(short: Path, monkeypatch: pyt
 
 def test_a_temporary_folder_that_cannot_be_written_is_named(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    with pytest.raises(BadInput, match=r"/proc/wb-.* cannot be made.*TMPDIR"):
+    with expect_error(BadInput, value="/proc/wb-.* cannot be made", remedy="TMPDIR"):
         session_folder()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY
+from tests.expected import expect_error
 from workbench.backends import registry
 from workbench.backends.cluster import running_head
 from workbench.config.description import Description
@@ -53,9 +54,9 @@ def test_what_is_written_is_found() -> None:
     assert registry.find("mine") == registry.get("mine") == record
     assert registry.description(record).digest == description.digest
     assert registry.find("other") is None
-    with pytest.raises(NotFound, match="there are: mine"):
+    with expect_error(NotFound, rule="there are: mine"):
         registry.get("other")
-    with pytest.raises(BadInput, match="letters, digits"):
+    with expect_error(BadInput, rule="letters, digits"):
         registry.find("../mine")
 
 
@@ -109,7 +110,7 @@ def test_a_write_that_fails_leaves_no_half_entry() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, limits[1]))  # as a quota: the first 40 bytes fit
     try:
         for write in (registry.append_to_journal, registry.start_journal):
-            with pytest.raises(OSError, match="too large"):
+            with expect_error(OSError, value="too large"):
                 write(record.id, {"run": 2, "text": "x" * 500})
             assert file.read_bytes() == before
     finally:
@@ -137,7 +138,7 @@ def test_code_that_cannot_be_imported_here_is_named_with_its_module(
 
         record = opened(describe(reward=only_in_the_notebook.score))
     del sys.modules["only_in_the_notebook"]
-    with pytest.raises(MissingDependency, match=r"module 'only_in_the_notebook'.*PYTHONPATH=.*wb stop mine"):
+    with expect_error(MissingDependency, value="module 'only_in_the_notebook'", remedy="PYTHONPATH=.*wb stop mine"):
         registry.description(record)
     assert [found.id for found in registry.records()] == [record.id]  # `wb ls` and `wb stop` need no more than that
 
@@ -187,5 +188,5 @@ def test_a_record_that_is_refused_is_told_once(tmp_path: Path) -> None:
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
     assert registry.get("mine") == record
-    with pytest.raises(BadInput, match=r"record has format 1.*reads 4.*wb stop mine"):
+    with expect_error(BadInput, value="record has format 1", rule="reads 4", remedy="wb stop mine"):
         registry.description(record)

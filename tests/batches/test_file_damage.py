@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageInterrupted
 
 TABLE: Table = {
     "prompt_ids": Ragged.of([[5], [6, 7]], torch.int64), "rewards": torch.tensor([0.25, -1.5]), "text": ["a", "éé"],
@@ -117,7 +119,7 @@ def test_headers_of_somebody_else(
 
 
 def test_a_later_format_says_so(lab: wb.Workbench, saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"a batch of format 3.*use the version of workbench that saved it"):
+    with expect_error(BadInput, value="a batch of format 3", remedy="use the version of workbench that saved it"):
         lab.load(written(tmp_path / "later", saved, {**header_of(saved), "format": 3}))
 
 
@@ -157,5 +159,27 @@ def test_tensors_of_somebody_else(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         lab.load(old(saved, tmp_path / "old", {**load_file(saved), name: values}))
-    with pytest.raises(BadInput, match=r"is damaged"):
+    with expect_error(BadInput, value="is damaged"):
         lab.load(written(tmp_path / "new", saved, header_of(saved), tensors={**load_file(saved), name: values}))
+
+
+def test_an_interrupt_leaves_the_old_file_or_the_whole_new_one(
+    lab: wb.Workbench, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = tmp_path / "batch", signal.signal(signal.SIGINT, signal.default_int_handler)
+    path.write_bytes(saved.read_bytes())
+
+    def pressed(*args: Any, **kwargs: Any) -> None:
+        save_file(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("workbench.batches.files.save_file", pressed)
+    try:
+        with expect_error(
+            StageInterrupted, value=r"^batch\.save\(\) was interrupted", rule="as a whole, or not at all"
+        ):
+            lab.put({"rewards": torch.ones(2)}).save(path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+    assert loads_rightly(lab, path)

@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.data.prompts import Prompts
 from workbench.errors import BadInput, NotFound
 
@@ -65,7 +66,7 @@ def test_release_frees_what_nobody_holds(lab: wb.Workbench) -> None:
     del batch
     lab.runner.batches.release_unused()
     assert held_bytes() == 0
-    with pytest.raises(NotFound, match=r"no batch 'batch1' in the store.*lab.batches"):
+    with expect_error(NotFound, value="no batch 'batch1' in the store", remedy="lab.batches"):
         lab.batch(name)
 
 
@@ -127,9 +128,9 @@ def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
     with lab.reuse():
         before = lab.runner.counters.run
         values = lab.critic.compute_values(batch)
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().err == ""
         again = lab.critic.compute_values(batch)
-        assert capsys.readouterr().out == f"critic.compute_values: from the store, as run {before + 1} made it\n"
+        assert capsys.readouterr().err == f"critic.compute_values: from the store, as run {before + 1} made it\n"
         assert again.columns["values"].location.same(values.columns["values"].location)
         lab.compute_advantages(values, gamma=0.5)
         lab.compute_advantages(again, gamma=0.9)  # other arguments
@@ -138,15 +139,15 @@ def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
         lab.critic.update_critic(advantages)
         lab.critic.update_critic(advantages)  # never
         lab.critic.compute_values(batch)  # other weights
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().err == ""
 
         def other(prompt: str, response: str, **row: Any) -> float:
             return 1.0
 
         lab.reward.compute_reward(batch, function=other)  # other code
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().err == ""
         lab.compute_advantages(again)
-        assert "from the store" in capsys.readouterr().out
+        assert "from the store" in capsys.readouterr().err
 
 
 def test_arms_start_from_the_same_weights_and_leave_them_as_they_were(lab: wb.Workbench) -> None:
@@ -209,9 +210,9 @@ def test_an_arm_runs_what_its_change_reaches(lab: wb.Workbench) -> None:
     arms = lab.compare(done, {"same": same, "k3": other})
     assert arms["same"].ran == ("update_critic", "update_actor")
     assert arms["k3"].ran == ("compute_advantages", "update_critic", "update_actor")
-    with pytest.raises(BadInput, match=r"arms=\{'x': 'ppo'\}.*algorithms by name, of this workbench"):
+    with expect_error(BadInput, value=r"arms=\{'x': 'ppo'\}", rule="algorithms by name, of this workbench"):
         lab.compare(done, {"x": "ppo"})  # type: ignore[dict-item]
-    with pytest.raises(BadInput, match="at least one algorithm"):
+    with expect_error(BadInput, rule="at least one algorithm"):
         lab.compare(done, {})
 
 
@@ -224,7 +225,7 @@ def test_going_back_by_hand(lab: wb.Workbench) -> None:
         go_back()
         assert lab.actor.update_actor(batch) == first
     assert lab.actor.weights_checksum() == before
-    with pytest.raises(BadInput, match="role 'actr'"), lab.kept("actr"):
+    with expect_error(BadInput, value="role 'actr'"), lab.kept("actr"):
         pass
 
 
@@ -245,7 +246,7 @@ def test_reuse_gives_no_stale_answer(lab: wb.Workbench, capsys: pytest.CaptureFi
         with lab.kept("actor"):
             lab.critic.update_critic(batch)  # not one of the roles that go back
         lab.critic.compute_values(batch)
-        assert "compute_values" not in capsys.readouterr().out
+        assert "compute_values" not in capsys.readouterr().err
 
 
 def test_a_function_put_into_an_arm_is_run(lab: wb.Workbench) -> None:
@@ -305,7 +306,7 @@ def test_metrics_come_from_the_store_with_their_batch(lab: wb.Workbench, capsys:
         lab.reward.compute_reward(batch)
     assert lab.last_metrics["compute_reward"] == first
     assert lab.store.origin(lab.batch(batch.name).id).run <= runs  # type: ignore[union-attr,operator]
-    assert "from the store" in capsys.readouterr().out
+    assert "from the store" in capsys.readouterr().err
 
 
 def test_columns_and_iteration_of_a_batch_are_known_wherever_it_is(lab: wb.Workbench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -30,6 +31,11 @@ POLICY = (
 PATIENCE_S = 240  # what a busy machine may take for anything
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "runs" / "browser"
+OUTPUTS = "(n) => jupyterapp.shell.currentWidget.content.widgets[n].model.outputs.toJSON()"
+STACKS = (  # of the kernel's threads, by name
+    "{thread.name: __import__('traceback').format_stack(__import__('sys')._current_frames()[thread.ident])[-4:]"
+    " for thread in __import__('threading').enumerate()}"
+)
 
 
 @contextmanager
@@ -42,6 +48,8 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     settings = [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--no-browser", "--port=0"]
+    settings.append("--LabApp.expose_app_in_browser=True")  # its model of a notebook tells errors from warnings
+    settings.append("--KernelManager.shutdown_wait_time=1")  # for kernels of tests that have ended, in seconds
     settings += ["--ServerApp.disable_check_xsrf=True", "--allow-root", "--ip=127.0.0.1"]
     settings.append(f"--ServerApp.tornado_settings={{'headers': {{'Content-Security-Policy': \"{POLICY}\"}}}}")
     quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
@@ -69,6 +77,10 @@ def _address(server: subprocess.Popen[bytes], runtime: Path, token: str) -> str:
         assert server.poll() is None, "JupyterLab ended at once: see server.log"
         time.sleep(0.2)
     raise TimeoutError("JupyterLab did not start")
+
+
+class CellFailed(AssertionError):
+    """A cell that should not have failed did; its text is the cell's error."""
 
 
 class Notebook:
@@ -123,12 +135,29 @@ class Notebook:
                     time.sleep(0.1)
         raise TimeoutError(f"cell {n} did not start, see {self.picture('failed')}")
 
-    def run(self, n: int, timeout_s: float = PATIENCE_S) -> Any:
-        """Run cell n and wait until it has ended; its element, which must hold no error."""
+    def run(self, n: int, timeout_s: float = PATIENCE_S, *, fails: bool = False) -> Any:
+        """Run cell n and wait until it has ended; its element. Raises `CellFailed` with the cell's error; fails: raises
+        AssertionError where there is none."""
         cell = self.start(n)
         self.wait_until_ended(n, timeout_s)
-        assert cell.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0, cell.inner_text()
+        error = self.error(n)
+        if error and not fails:
+            raise CellFailed(f"cell {n}: {error}")
+        assert error or not fails, f"cell {n} did not fail, see {self.picture('failed')}"
         return cell
+
+    def outputs(self, n: int) -> list[dict[str, Any]]:
+        """The outputs of cell n, as the page has them and would save them."""
+        found: list[dict[str, Any]] = self.page.evaluate(OUTPUTS, n)
+        return found
+
+    def error(self, n: int) -> str:
+        """The error that cell n ended with; "": none."""
+        for output in self.outputs(n):
+            if output["output_type"] == "error":
+                told = "\n".join(output["traceback"]) or f"{output['ename']}: {output['evalue']}"
+                return re.sub(r"\x1b\[[0-9;]*m", "", told)
+        return ""
 
     def wait_until_ended(self, n: int, timeout_s: float = PATIENCE_S) -> None:
         """Until cell n, which was started, has its number."""
@@ -153,6 +182,18 @@ class Notebook:
         deadline = time.monotonic() + timeout_s
         while not self.ask(f"bool({expression})"):
             assert time.monotonic() < deadline, f"{expression} did not come true"
+            time.sleep(0.1)
+
+    def wait_for_count(self, found: Any, n: int, timeout_s: float = PATIENCE_S) -> None:
+        """Until the page has n of what a locator finds; the error tells what page and kernel have, and what it does."""
+        deadline = time.monotonic() + timeout_s
+        while (count := found.count()) != n:
+            if time.monotonic() > deadline:
+                panels = [panel.inner_text() for panel in self.page.locator(".wb-panel").all()]
+                drawn = [(one.get_attribute("data-view"), one.get_attribute("data-drawn")) for one in
+                         self.page.locator(".wb-panel section").all()]  # fmt: skip
+                picture = self.picture("failed")
+                raise TimeoutError(f"{count}, not {n}: {drawn} {panels}, see {picture}\n{self.ask(STACKS)}")
             time.sleep(0.1)
 
     def in_thread(self, call: str, timeout_s: float = PATIENCE_S) -> None:

@@ -13,6 +13,7 @@ import workbench as wb
 from tests.light import describe
 from workbench.controller import Workbench
 from workbench.telemetry import MemoryReading
+from workbench_widgets import front_end
 from workbench_widgets.driver import Driver
 from workbench_widgets.front_end import module
 from workbench_widgets.memory import Memory
@@ -90,6 +91,47 @@ def test_a_page_that_lacks_points_asks_for_all(page: Any, view: Memory) -> None:
     view.on_whole()
     assert draw(page, view, 0, whole=False) == []
     assert page.evaluate(x) == [0, 1, 2, 3, 4]
+
+
+OVER = """() => {
+  const [box] = sheets[0].area.querySelectorAll('.js-plotly-plot');
+  const of = (one) => one.getBoundingClientRect().toJSON();
+  const texts = [...box.querySelectorAll('.annotation-text, .gtitle')];
+  return {
+    bar: of(box.querySelector('.modebar')), plot: of(box.querySelector('.nsewdrag')), box: of(box),
+    sheet: of(box.parentElement), said: texts.map((one) => one.textContent), texts: texts.map(of),
+    buttons: [...box.querySelectorAll('.modebar-btn')].map((one) => one.dataset.title),
+  };
+}"""
+
+
+def test_buttons_cover_nothing_and_one_chart_takes_the_width(page: Any, view: Memory) -> None:
+    page.add_style_tag(content=(Path(front_end.__file__).parent / "static" / "panel.css").read_text())
+    draw(page, view, 0, whole=True)
+    view.on_library()
+    draw(page, view, 0, whole=True)
+    page.wait_for_function(f"() => ({PLOTTED})(0).length >= 1 && document.querySelector('.modebar-btn')")
+    page.wait_for_timeout(300)
+    found = page.evaluate(OVER)
+    bar, plot = found["bar"], found["plot"]
+    assert bar["bottom"] <= plot["top"], "no point is under a button"
+    for text, words in zip(found["texts"], found["said"], strict=True):
+        apart = text["right"] <= bar["left"] or text["bottom"] <= bar["top"] or text["top"] >= bar["bottom"]
+        assert apart, f"{words!r} is under the buttons"
+    assert "memory in use" in found["said"] and any(" of 1.0 kB" in words for words in found["said"])
+    assert not any("cloud" in str(title).lower() for title in found["buttons"]), "a chart is sent nowhere"
+    columns = page.evaluate("() => getComputedStyle(sheets[0].area.querySelector('.wb-charts')).gridTemplateColumns")
+    charts = page.evaluate(PLOTTED, 0)
+    widths = [float(one.removesuffix("px")) for one in columns.split()]
+    filled = [width for width in widths if width]
+    assert len(filled) == len(charts), "no column is empty"
+    assert sum(filled) > 0.95 * (found["sheet"]["right"] - found["sheet"]["left"])
+
+    # the table behind them has the same numbers
+    page.evaluate("() => { sheets[0].area.querySelector('details').open = true; }")
+    page.wait_for_selector(".wb-numbers")
+    told = page.locator(".wb-numbers").first.inner_text()
+    assert "bytes" in told and "seconds since the first record" in told and "40" in told
 
 
 def test_hatches_are_found_where_another_sheet_has_the_same_unseen(page: Any, view: Memory) -> None:

@@ -83,3 +83,22 @@ def test_the_caret_stays_where_it_was(page: Any) -> None:
     draw_again(page, "<p>a stage has ended</p>")
     page.keyboard.insert_text(" >")
     assert page.locator("input").input_value() == "rewards > 0.5"
+
+
+@pytest.mark.slow
+def test_what_is_folded_is_known_by_its_words_not_by_its_place(page: Any) -> None:
+    def details(words: str, *, opened: bool = False) -> str:
+        return f"<details{' open' if opened else ''}><summary>{words}</summary>inside</details>"
+
+    before = details("metrics shown: 3 of 8") + details("arguments", opened=True) + details("code")
+    page.evaluate("([html]) => replace(area, html)", [before])
+    page.get_by_text("code").click()
+    page.get_by_text("metrics shown").click()
+    after = details("metrics shown: 4 of 9") + details("what each time covers") + details("arguments", opened=True)
+    page.evaluate("([html]) => replace(area, html)", [after + details("code")])
+    assert page.evaluate("[...area.querySelectorAll('details')].map((one) => one.open)") == [True, False, True, True]
+    assert page.evaluate("document.activeElement.textContent") == "metrics shown: 4 of 9", "the focus stays, too"
+    page.locator("details").evaluate_all("all => { all[0].querySelector('summary').innerHTML += '<b tabindex=0></b>' }")
+    page.locator("b").focus()  # what has no name of its own loses the focus, and nothing else
+    page.evaluate("([html]) => replace(area, html)", [after])
+    assert page.locator("details").count() == 3

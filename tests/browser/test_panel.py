@@ -22,11 +22,15 @@ ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 """
 SHOW = "panel = lab.panel(algorithm=ppo); panel"
 BLOCKS = "while not Path('gate0').exists(): time.sleep(0.1)"
+STRIP = "strip = lab.strip(); strip"
+LONG = "\n".join(["print('a long output')"] + ["#"] * 120)
 AWAITS = "while not Path('gate1').exists(): await asyncio.sleep(0.1)"
 
 
 def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, SHOW, BLOCKS, AWAITS, "lab.panel()", "lab.close()"])
+    notebook: Notebook = open_notebook(
+        [OPEN, SHOW, BLOCKS, AWAITS, "lab.panel()", "lab.close()", STRIP, LONG, LONG, "ppo.run(3)"]
+    )
     page = notebook.page
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
@@ -90,19 +94,66 @@ def test_a_panel_lives_beside_its_cells(open_notebook: Callable[[Sequence[str]],
     again.locator('[data-stage="prompts"][aria-label*="done"]').wait_for()
     notebook.picture("panel_again")
 
+    # the strip is at the top of what one sees, also at the end of a long notebook, and is there once
+    notebook.run(6)
+    notebook.run(9)
+    notebook.run(6)
+    notebook.run(9)
+    strip = page.locator(".wb-strip")
+    strip.get_by_text(f"iteration {notebook.ask('lab.iteration')}: nothing runs").wait_for()
+    strip.get_by_text("connected", exact=True).wait_for()
+    strip.get_by_text("tokens/s").wait_for()
+    strip.get_by_role("img", name="reward of the last 6 iterations").wait_for()
+    reward = notebook.ask("float(lab.metrics('compute_reward')['rewards/mean'].iloc[-1])")
+    assert f"{reward:.4g}" in strip.inner_text()
+    assert "no warnings" in strip.inner_text()
+    page.locator(".jp-CodeCell").nth(9).scroll_into_view_if_needed()
+    box, around = strip.bounding_box(), page.locator(".jp-WindowedPanel-outer").first.bounding_box()
+    assert abs(box["y"] - around["y"]) < 3
+    assert box["height"] < 40
+    assert strip.count() == 1
+    notebook.picture("strip")
+
     # when the workbench closes, the last picture takes the panel's place, and one of an earlier page says so
     notebook.run(4)
     notebook.run(5)
     again.locator(".wb-status", has_text="the workbench is closed").wait_for()
-    page.locator("details summary", has_text="Checks").first.wait_for()
+    page.locator("details summary:visible", has_text="Checks").first.wait_for()
+    strip.wait_for(state="detached")
+    page.locator(".jp-CodeCell").nth(6).get_by_text(": nothing runs").first.wait_for()
+
+
+def names_of(page: Any, within: str) -> list[tuple[str, str]]:
+    """Role and name of every control, as Chromium's accessibility tree has them."""
+    session = page.context.new_cdp_session(page)
+    root = session.send("DOM.getDocument", {"depth": 0})["root"]["nodeId"]
+    node = session.send("DOM.querySelector", {"nodeId": root, "selector": within})["nodeId"]
+    backend = session.send("DOM.describeNode", {"nodeId": node})["node"]["backendNodeId"]
+    tree = session.send("Accessibility.queryAXTree", {"backendNodeId": backend})["nodes"]
+    controls = {"button", "textbox", "combobox", "spinbutton", "tab", "checkbox", "DisclosureTriangle"}
+    return [
+        (one["role"]["value"], one.get("name", {}).get("value", "").strip())
+        for one in tree
+        if not one["ignored"] and one["role"]["value"] in controls
+    ]
+
+
+# every 50 ms, the iterations that strip and stepper show
+WATCH = """() => {
+  const number = (one) => one?.innerText.match(/iteration (\\d+)/)?.[1];
+  window.pairs = [];
+  window.watching = setInterval(() => pairs.push([number(document.querySelector('.wb-strip')),
+    number(document.querySelector('.wb-panel:not(.wb-strip) [data-view=stepper] .wb-picture'))]), 50);
+}"""
 
 
 def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook(
-        [OPEN, SHOW, "lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)"]
+        [OPEN, SHOW, "lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)", "lab.strip()"]
     )
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
+    notebook.run(3)
     page = notebook.page
     panel.get_by_role("button", name="Step: prompts").click()
     notebook.wait_for("'prompts' in ppo.made")
@@ -111,6 +162,7 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     notebook.wait_for("'generate_sequences' in ppo.made")
 
     # a stage is chosen by keyboard and by mouse: its batch, code and timing
+    assert panel.locator("[data-legend]").get_by_text("reference").is_visible()
     stage = panel.locator('[data-stage="generate_sequences"]')
     stage.focus()
     page.keyboard.press("Enter")
@@ -118,6 +170,8 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     details.wait_for()
     assert "rollout_log_prob" in details.inner_text()
     assert "timing" in details.inner_text()
+    details.get_by_text("what each time covers").click()
+    assert "waiting for the device or for inputs" in details.inner_text()
     details.get_by_text("code", exact=True).click()
     assert "def generate_sequences" in details.inner_text()
     notebook.picture("stepper")
@@ -129,8 +183,42 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     assert notebook.ask("list(ppo.made)") == ["prompts", "generate_sequences"]
     notebook.picture("stepper_branch")
 
+    # the arguments of a stage that is to run: for this step by Enter, from now on by its button
+    panel.locator('[data-stage="update_actor"]').click()
+    form = panel.locator('section[aria-label="update_actor"]')
+    clip = form.get_by_label("clip of update_actor", exact=True)
+    clip.fill("0.4")
+    page.keyboard.press("Enter")
+    panel.get_by_text("clip of update_actor is 0.4 in its next run").wait_for()
+    row = form.locator("tr", has=page.locator('th:text-is("clip")'))
+    row.get_by_text("changed for the next run").wait_for()
+    assert notebook.ask("(ppo.clip, ppo.graph()['update_actor'].kwargs['clip'])") == (None, 0.4)
+    form.get_by_label("epochs of update_actor", exact=True).fill("2")
+    form.get_by_role("button", name="From now on: epochs of update_actor").click()
+    notebook.wait_for("ppo.epochs == 2")
+    form.get_by_label("entropy_coefficient of update_actor", exact=True).fill("print('x')")
+    form.get_by_role("button", name="This step: entropy_coefficient of update_actor").click()
+    panel.locator('[data-kind="error"]').wait_for()
+    assert "must be data" in panel.locator(".wb-status").inner_text()
+    form.get_by_label("training.learning_rate of update_actor", exact=True).fill("5e-6")
+    form.get_by_role("button", name="From now on: training.learning_rate of update_actor").click()
+    notebook.wait_for("lab.actor.training.learning_rate == 5e-6")
+    assert notebook.ask("lab.history.changes()['setting'].tolist()") == [
+        "PPO.update_actor.clip once", "PPO.epochs", "lab.actor.training.learning_rate",
+    ]  # fmt: skip
+    notebook.picture("stepper_form")
+    nameless = [role for role, name in names_of(page, ".wb-panel:not(.wb-strip)") if not name]
+    assert nameless == []
+    assert ("textbox", "clip of update_actor") in names_of(page, ".wb-panel:not(.wb-strip)")
+    form.get_by_label("epochs of update_actor", exact=True).fill("1")
+    form.get_by_role("button", name="From now on: epochs of update_actor").click()
+    notebook.wait_for("ppo.epochs == 1")
+
+    stage.click()
     panel.get_by_role("button", name="Iterate").click()
     notebook.wait_for("'update_actor' in ppo.made and not panel.driver.busy")
+    assert notebook.ask("ppo.graph()['update_actor'].kwargs['clip']") is None
+    assert notebook.ask("lab.metrics('update_actor')['learning_rate'].tolist()")[-1] == 5e-6
     steps = notebook.ask("lab.weights['actor'].steps")
     # a kernel that is blocked for a while takes neither focus nor what was typed
     panel.locator('input[data-act="iterations"]').fill("2")
@@ -144,13 +232,22 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     assert notebook.ask("lab.weights['actor'].steps") == steps + 4
 
     # Stop: what was asked for ends early
+    panel.get_by_role("button", name="Stop", exact=True).wait_for(
+        state="hidden"
+    )  # the page knows that the last one has ended
     panel.locator('input[data-act="iterations"]').fill("500")
     page.keyboard.press("Enter")
     notebook.wait_for("panel.views['stepper'].iterations == '500'")
     panel.get_by_role("button", name="Run", exact=True).press("Enter")
-    stop = panel.get_by_role("button", name="Stop")
+    stop = panel.get_by_role("button", name="Stop", exact=True)
     stop.wait_for()
+    # meanwhile stepper and strip show the same iteration; two messages reach the page one after the other
+    page.evaluate(WATCH)
+    page.wait_for_function("() => new Set(pairs.map(([strip]) => strip)).size > 3")
+    pairs = page.evaluate("() => { clearInterval(watching); return pairs; }")
     stop.click()
+    assert any(strip == stepper for strip, stepper in pairs), pairs
+    assert all(abs(int(strip) - int(stepper)) <= 1 for strip, stepper in pairs if strip and stepper), pairs
     notebook.wait_for("not panel.driver.busy")
     assert notebook.ask("lab.iteration") < 100
     panel.locator(".wb-status", has_text="stopped").wait_for()
@@ -160,4 +257,12 @@ def test_every_button_of_the_stepper(open_notebook: Callable[[Sequence[str]], An
     notebook.run(2)
     panel.get_by_text("what cells called").wait_for()
     panel.locator('[data-stage="generate_sequences"][aria-label*="done"]').wait_for()
-    panel.get_by_text("called in cell [3]").wait_for()  # the stage is chosen still
+    panel.get_by_text("called in cell [4]").wait_for()  # the stage is chosen still
+
+    # a drawing that is lost on its way to the page is asked for again
+    notebook.ask("setattr(panel, 'lost', [])")
+    notebook.ask("setattr(panel, 'send', lambda message, buffers=(): panel.lost.append(message['kind']))")
+    notebook.run(2)
+    notebook.wait_for("'draw' in panel.lost")
+    notebook.ask("delattr(panel, 'send')")
+    panel.get_by_text("called in cell [5]").wait_for()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,13 @@ class Drawn:
         raise AssertionError(f"{what}: {self.root.evaluate('e => JSON.stringify(e.dataset)')}")
 
     @property
+    def bar_y(self) -> float:
+        """The middle of the first bar, once it is there: drawing replaces what was drawn."""
+        box: dict[str, float] = {}
+        self.until(lambda: bool(box.update(self.bar.bounding_box() or {}) or box), "a bar is drawn")
+        return box["y"] + 4
+
+    @property
     def length(self) -> float:
         return self["to"] - self["from"]
 
@@ -74,7 +82,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     window, count = panel.locator('select[data-act="show"]'), panel.locator('input[data-act="iterations"]')
     window.select_option("all")
     notebook.wait_for("view.window == 'all'")
-    all_s = notebook.ask("view._window()[1] - view._window()[0]")
+    all_s = notebook.ask("max(one.drawn_s for one in view._drawn)")
     assert all_s > whole
     drawn.until(lambda: drawn.length == pytest.approx(all_s), "all is drawn")
     window.select_option("compare")
@@ -102,7 +110,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     panel.get_by_role("button", name="zoom in").click()
     drawn.until(lambda: drawn.length < whole, "the button zooms in")
     box = drawn.canvas.bounding_box()
-    middle = (box["x"] + box["width"] / 2, drawn.bar.bounding_box()["y"] + 4)
+    middle = (box["x"] + box["width"] / 2, drawn.bar_y)
     before = drawn["from"]
     notebook.page.mouse.move(*middle)
     notebook.page.mouse.down()
@@ -164,6 +172,134 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     panel.locator(".wb-tl-times").scroll_into_view_if_needed()
     notebook.picture("timeline_end")
 
+    window.select_option("all")
+    _folds(notebook, drawn, panel)
+    _finds(notebook, drawn, panel)
+    _selects(notebook, drawn, panel)
+
+
+def _folds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
+    """What lay between two cells is a narrow break with its length on it, and a control unfolds it."""
+    box = panel.get_by_role("checkbox", name="fold time in which nothing was called")
+
+    def busy() -> float:
+        """The share of the plot that the bars of stages take."""
+        return float(
+            drawn.root.evaluate("""(root) => {
+              const bars = [...root.querySelectorAll('.span[data-level="0"]')].map((bar) => bar.width.baseVal.value);
+              return bars.reduce((a, b) => a + b, 0) / root.querySelector(".wb-tl-plot").width.baseVal.value;
+            }""")
+        )
+
+    breaks = panel.locator(".wb-tl-moves .break")
+    drawn.until(lambda: breaks.count() > 0, "the time between two cells is folded")
+    drawn.canvas.scroll_into_view_if_needed()
+    last = panel.locator(".break", has_text="nothing called").last  # before the last cell
+    assert re.search(r"\d (s|min \d\d s), nothing called", last.text_content())
+    assert "the axis is folded: " in drawn.canvas.inner_text()
+    notebook.picture("timeline_folded")
+    full_s = notebook.ask("view._window()[1] - view._window()[0]")
+    folded_s, folded_busy = drawn.length, busy()
+    assert folded_s < full_s / 2
+    assert folded_busy > 0.4
+    box.focus()
+    notebook.page.keyboard.press("Space")
+    drawn.until(lambda: breaks.count() == 0 and drawn.length == pytest.approx(full_s), "a control unfolds it")
+    assert folded_busy > 2 * busy()
+    notebook.picture("timeline_unfolded")
+    box.click()
+    drawn.until(lambda: drawn.length == pytest.approx(folded_s, rel=0.05), "and folds it again")
+
+
+def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
+    """Spans are searched for by words and by cell, counted, marked, and gone to one after the other."""
+    told, page = panel.locator(".wb-tl-told"), notebook.page
+    count = notebook.ask("int((lab.spans().query(\"stage == 'update_actor' and kind == 'optimizer'\")).shape[0])")
+    drawn.key("/")
+    page.keyboard.type("actor optimizer")
+    drawn.until(lambda: told.inner_text() == f"1 of {count} spans", "the first match is gone to")
+    details = panel.locator('section[aria-label="chosen span"]')
+    drawn.until(lambda: "optimizer in compute" in details.inner_text(), "it is told")
+    first = drawn["chosen"]
+    assert panel.locator(".hit").count() >= 1
+    page.keyboard.press("Enter")
+    drawn.until(lambda: told.inner_text() == f"2 of {count} spans" and drawn["chosen"] != first, "Enter: the next")
+    drawn.until(lambda: panel.locator(".wb-tl-chosen").count() == 1, "it is outlined")
+    chosen, canvas = panel.locator(".wb-tl-chosen").bounding_box(), drawn.canvas.bounding_box()
+    assert canvas["x"] < chosen["x"] < canvas["x"] + canvas["width"]
+    assert 0 <= chosen["y"] <= page.viewport_size["height"]
+    assert chosen["width"] >= 2
+    notebook.picture("timeline_found")
+    panel.get_by_role("button", name="previous match").click()
+    drawn.until(lambda: told.inner_text() == f"1 of {count} spans" and drawn["chosen"] == first, "the one before")
+    field = panel.get_by_role("searchbox")
+    field.fill("cell:2")
+    of_cell = notebook.ask("sum(view._callers.of_run.get(n, (0, 0))[0] == 2 for n in lab.spans()['run'])")
+    drawn.until(
+        lambda: told.inner_text() == f"1 of {of_cell} spans" or f" of {of_cell} " in told.inner_text(), "by cell"
+    )
+    field.fill("nobody")
+    drawn.until(lambda: told.inner_text() == "no spans", "no match is told")
+    page.keyboard.press("Escape")
+    drawn.until(lambda: told.inner_text() == "" and field.input_value() == "", "Esc ends the search")
+    drawn.key("Home")
+    drawn.until(lambda: drawn["from"] == 0, "all is in sight again")
+
+
+def _selects(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
+    """A range is selected by mouse and by keyboard, and added up."""
+    page, sums = notebook.page, panel.locator('section[aria-label="selected range"]')
+    drawn.canvas.scroll_into_view_if_needed()
+    plot, y = drawn.canvas.bounding_box(), drawn.bar_y
+    before = drawn["from"]
+    page.keyboard.down("Shift")
+    page.mouse.move(plot["x"] + 0.2 * plot["width"], y)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + 0.9 * plot["width"], y, steps=4)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    sums.wait_for()
+    assert drawn["from"] == before  # Shift pans nothing
+    marked, canvas = panel.locator(".wb-tl-range").bounding_box(), drawn.canvas.bounding_box()
+    assert marked["width"] == pytest.approx(0.7 * canvas["width"], abs=4)
+    told = sums.inner_text()
+    for word in ("update_actor", "optimizer in compute", "tokens", "bytes", "idle time by its cause", "nothing called"):
+        assert word in told
+    seconds = notebook.ask("view._range[1] - view._range[0]")
+    assert notebook.ask(f"__import__('workbench').display.seconds_text({seconds})") in told
+    sums.scroll_into_view_if_needed()
+    notebook.picture("timeline_range")
+    drawn.key("Escape")
+    sums.wait_for(state="detached")
+    assert panel.locator(".wb-tl-range").count() == 0
+
+    drawn.key("n")
+    drawn.until(lambda: drawn["marked"] >= 0, "a span is marked")
+    drawn.key("s")
+    sums.wait_for()
+    row = "view._table.row({})".format(int(drawn["marked"]))
+    took_s = notebook.ask(f"{row}['duration_s']")
+    notebook.wait_for("view._range is not None")
+    assert notebook.ask("view._range[1] - view._range[0]") == pytest.approx(took_s, rel=0.02, abs=2e-3)
+    assert notebook.ask(f"{row}['stage']") in sums.inner_text()
+    before_s = notebook.ask("view._range[1]")
+    drawn.key("Shift+ArrowRight")
+    notebook.wait_for(f"view._range[1] > {before_s}")
+    drawn.key("Escape")
+    sums.wait_for(state="detached")
+    page.keyboard.press("s")  # no span is marked: what is in sight
+    notebook.wait_for("view._range is not None")
+    assert notebook.ask("view._range[1]") == pytest.approx(notebook.ask("view._window()[1] - view._window()[0]"))
+    drawn.key("Escape")
+    sums.wait_for(state="detached")
+    panel.get_by_role("button", name="Select").click()  # then a drag selects without Shift
+    plot, y = drawn.canvas.bounding_box(), drawn.bar_y
+    page.mouse.move(plot["x"] + 0.3 * plot["width"], y)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + 0.5 * plot["width"], y, steps=4)
+    page.mouse.up()
+    sums.wait_for()
+
 
 def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
     """Point along the lane until what is under the pointer is told with this text, and goes on being told."""
@@ -173,7 +309,7 @@ def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
 
     for step, pause_ms in ((3, 0), (2, 30), (1, 60), (1, 120)):  # what is told follows a frame later, or several
         drawn.canvas.scroll_into_view_if_needed()
-        box, y = drawn.canvas.bounding_box(), drawn.bar.bounding_box()["y"] + 4
+        box, y = drawn.canvas.bounding_box(), drawn.bar_y
         for x in range(100, int(box["width"]) - 8, step):
             notebook.page.mouse.move(box["x"] + x, y)
             if pause_ms:

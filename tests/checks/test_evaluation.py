@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import workbench as wb
 from tests.calculator import sums
-from tests.cases import TINY, tiny_lab
+from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.checks.evaluation import _scores, summary
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 
 SHORT = wb.Sampling(max_new_tokens=6)
+SYNC = "generate_sequences/sync_gap/mean"
 
 
 def length(prompt: str, response: str, **row: Any) -> float:
@@ -80,6 +84,77 @@ def test_data_sets_by_name(lab: wb.Workbench) -> None:
     assert recorded["iteration"].tolist() == [lab.iteration] * 4
 
 
+def test_rows_say_what_became_of_each_response(lab: wb.Workbench) -> None:
+    mine = [{"prompt": "Say a."}, {"prompt": "Say b, and c."}]
+
+    def tidy(prompt: str, response: str) -> float:
+        return float(len(response) % 2)
+
+    def first_letter(response: str) -> str | None:
+        return response[:1] or None
+
+    options: dict[str, Any] = {"samples": 3, "sampling": SHORT, "reward": {"right": letters, "form": (tidy, 0.0)}}
+    found = lab.evaluate({"mine": mine}, answer=first_letter, select=length, **options)
+    rows = found.rows
+    assert rows[["prompt_index", "sample"]].to_numpy().tolist() == [[p, s] for p in (0, 1) for s in (0, 1, 2)]
+    assert rows["prompt"].tolist() == ["Say a."] * 3 + ["Say b, and c."] * 3 and set(rows["data"]) == {"mine"}
+    assert rows["reward"].tolist() == [letters("", text) for text in rows["response"]]
+    assert rows["reward/form"].tolist() == [tidy("", text) for text in rows["response"]]
+    assert rows["selection_score"].tolist() == pytest.approx([length("", text) for text in rows["response"]])
+    assert rows["passed"].tolist() == (rows["reward"] >= 1).tolist() and rows["valid"].all()
+    one = found.loc["mine"]
+    assert one["reward/form_mean"] == rows["reward/form"].mean()
+    assert one["best_of@1"] == pytest.approx(one["reward_mean"]) and one["majority@1"] == pytest.approx(one["pass@1"])
+    longest = [group.loc[group["selection_score"].idxmax(), "reward"] for _, group in rows.groupby("prompt_index")]
+    assert one["best_of@3"] == pytest.approx(np.mean(longest))
+    assert one["response_tokens_median"] == rows["response_tokens"].median()
+    assert type(found.head(1)) is not type(found) and type(found.head(1)).__name__ == "DataFrame"
+    again = lab.evaluate({"mine": mine}, **options)
+    assert again.rows["response"].tolist() == rows["response"].tolist()
+    compared = lab.compare_evaluations(again, found)
+    assert not compared.differs and compared.df.loc["mine", "difference"] == 0.0 and compared.flipped.empty
+
+
+def test_a_response_whose_selector_failed_is_not_chosen(lab: wb.Workbench) -> None:
+    def shortest(prompt: str, response: str) -> float:
+        return -1.0 - len(response)  # below the 0 of a row that failed
+
+    def fails_where_good(prompt: str, response: str) -> float:
+        if letters(prompt, response):
+            raise ValueError("no letters")
+        return shortest(prompt, response)
+
+    options: dict[str, Any] = {"n": 8, "samples": 4, "sampling": SHORT, "reward": letters}
+    fine = lab.evaluate("arithmetic", select=shortest, **options)
+    assert fine["selection_failed_fraction"].iloc[0] == 0
+    passed = fine.rows["passed"]
+    assert 0 < passed.mean() <= 0.2
+    found = lab.evaluate("arithmetic", select=fails_where_good, **options)
+    assert found["selection_failed_fraction"].iloc[0] == passed.mean() and found.rows["valid"].all()
+    assert found.rows["selection_score"].isna().tolist() == passed.tolist()
+    assert found["best_of@1"].iloc[0] == found["best_of@2"].iloc[0] == 0.0  # of those that were scored
+
+
+def test_a_reward_model_chooses_the_best_of_n(tmp_path: Path) -> None:
+    models = {"actor": TINY, "reward": TINY}
+    with tiny_lab("chosen", tmp_path, backend="inline", models=models) as lab:
+        found = lab.evaluate("arithmetic", n=4, samples=4, sampling=SHORT, reward=length, select="role")
+        by_model = lab.evaluate("arithmetic", n=4, samples=4, sampling=SHORT)
+    assert found.rows["selection_score"].tolist() == by_model.rows["reward"].tolist()
+    best = found.rows.loc[found.rows.groupby("prompt_index")["selection_score"].idxmax(), "reward"]
+    assert found["best_of@4"].iloc[0] == pytest.approx(best.mean())
+
+
+def test_a_stream_that_is_shorter_than_n_counts_each_row_once(lab: wb.Workbench, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(5)))
+    source = {"source": str(path), "stream": True, "max_prompt_tokens": 100}
+    for n, prompts in ((8, 5), (3, 3)):
+        found = lab.evaluate({"stream": source}, n=n, samples=2, sampling=SHORT)
+        assert found["prompts"].iloc[0] == prompts
+        assert found.rows["prompt"].tolist() == [f"{i}?" for i in range(prompts) for _ in range(2)]
+
+
 def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
     frame = lab.evaluate("arithmetic", n=4, samples=2, sampling=wb.Sampling(**sums()))
     recorded = lab.metrics("evaluate/stages")
@@ -99,8 +174,37 @@ def test_an_algorithm_evaluates_on_its_way(lab: wb.Workbench) -> None:
     history = grpo.run(3, evaluate=look, every=2)
     assert seen == [history.index[1]]
     assert len(lab.metrics("evaluate")) == before + 1
-    with pytest.raises(BadInput, match="every=0"):
+    with expect_error(BadInput, value="every=0"):
         grpo.run(1, every=0)
+
+
+def test_training_sees_nothing_of_it_to_the_bit(tmp_path: Path) -> None:
+    histories = []
+    for name, evaluates in (("without", False), ("with", True)):
+        with tiny_lab(name, tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
+            algorithm = wb.RLOO(lab, prompts=2, samples=4, kl_coefficient=0.0, sampling=SHORT)
+
+            def look(lab: wb.Workbench = lab) -> None:
+                lab.evaluate("arithmetic/test", n=2, samples=2, sampling=wb.Sampling(max_new_tokens=9, temperature=0.5))
+
+            histories.append(algorithm.run(3, evaluate=look if evaluates else None))
+            spans = lab.spans()
+    assert {"evaluate/generate_sequences", "evaluate/compute_reward", "generate_sequences"} <= set(spans["stage"])
+    assert "evaluate/generate_sequences" in repr(lab.timeline(None).sums(0, None).stages)
+    without, having = (one.drop(columns=SYNC, errors="ignore") for one in histories)  # evaluation has synced already
+    pd.testing.assert_frame_equal(without, having, check_exact=True)
+    assert without["update_actor/grad_norm"].min() > 0
+
+
+def test_it_prints_what_one_looks_at_and_how_it_was_sampled(lab: wb.Workbench) -> None:
+    found = lab.evaluate("arithmetic", n=2, samples=2, sampling=SHORT, seed=3)
+    printed = repr(found)
+    assert "±" in printed and "pass@2" in printed and "..." not in printed and ".rows" in printed
+    assert f"samples=2, seed=3, temperature=1.0, top_p=1.0, max_new_tokens={SHORT.max_new_tokens}, reward=" in printed
+    other = lab.evaluate(
+        "arithmetic", n=2, samples=2, sampling=SHORT, seed=3, reward=lambda prompt, response, **row: 1.0
+    )
+    assert list(lab.compare_evaluations(found, other).differs) == ["reward"]
 
 
 def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
@@ -111,6 +215,9 @@ def test_what_cannot_be_evaluated(lab: wb.Workbench) -> None:
         ({"reward": "length"}, "must be a function"),
         ({"threshold": "1"}, "threshold='1'"),
         ({"data": {}}, "a data set at least"),
+        ({"answer": "x"}, "answer='x'"),
+        ({"answer": lambda response: [response]}, "answer= raised TypeError"),
+        ({"select": "model"}, "select='model'"),
         ({"data": "arithmetics"}, "arithmetics"),
     ):
         with pytest.raises(Exception, match=message):
@@ -137,7 +244,25 @@ def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench, monkeypatch: p
     assert lab.reference.weight_digests() == lab.actor.weight_digests()
     before = lab.reference.weight_digests()
     monkeypatch.setattr(TorchEngine, "weight_shapes", lambda engine: {"another.weight": (1,)})
-    with pytest.raises(BadInput, match=r"weight 'another\.weight'.*of its own architecture"):
+    with expect_error(BadInput, value=r"weight 'another\.weight'", rule="of its own architecture"):
         lab.refresh_reference()
     assert lab.reference.weight_digests() == before
     assert lab.topology()["host_published_bytes"].max() == 0
+
+
+def test_a_data_set_has_the_chat_format_of_training_and_comparisons_say_where_it_differs(tmp_path: Path) -> None:
+    brief = wb.ChatFormat(system="Be brief.")
+    mine = [{"prompt": "Say a."}, {"prompt": "Say b, and c."}]
+    models: dict[str, Any] = {"actor": TINY, "reward": vowels}
+    options: dict[str, Any] = {"samples": 1, "sampling": SHORT}
+    prompts = {"source": "arithmetic", "max_prompt_tokens": 200, "chat": brief}
+    with tiny_lab("chats", tmp_path, backend="inline", models=models, prompts=prompts) as lab:
+        as_trained = lab.evaluate({"mine": mine}, **options)
+        told = lab.evaluate({"mine": {"source": mine, "chat": brief}, "more": mine[:1]}, **options)
+        plain = lab.evaluate({"mine": {"source": mine, "chat": True}}, **options)
+    assert as_trained.rows["response"].tolist() == told.rows["response"].tolist()[:2]
+    assert as_trained.rows["response"].tolist() != plain.rows["response"].tolist()
+    assert not wb.Workbench.compare_evaluations(as_trained, told).differs
+    found = wb.Workbench.compare_evaluations(as_trained, plain)
+    assert found.differs == {"data/mine/chat/system": ("Be brief.", None), "data/mine/chat": (None, True)}
+    assert "data/mine/chat/system=Be brief." in repr(as_trained) and "chat" not in repr(found.df)

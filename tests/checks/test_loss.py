@@ -12,6 +12,7 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.loss_checks import LOSS_CHECKS
 from workbench.checks.report import CheckReport
@@ -115,6 +116,10 @@ def dropping_tokens(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) 
     return surrogate(log_prob, old_log_prob, advantages) * torch.bernoulli(torch.full_like(log_prob, 0.5))
 
 
+def overwriting(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    return surrogate(log_prob, old_log_prob, advantages.clamp_(min=0))
+
+
 def raises(log_prob: Tensor) -> Tensor:
     raise RuntimeError("nothing to see")
 
@@ -136,6 +141,8 @@ def test_a_loss_that_is_right_passes(lab: wb.Workbench, batch: wb.Batch, loss: A
         (detached, {"returns"}, "a loss without a gradient"),
         (not_finite, {"returns"}, "row 0, token 0: the loss is not finite"),
         (raises, {"returns"}, "RuntimeError: nothing to see"),
+        (dropping_tokens, {"repeats"}, "two calls with the same numbers give two losses"),
+        (overwriting, {"repeats"}, "it writes into 'advantages', which others read too"),
         (through_a_list, {"gradient"}, "the gradient of log_prob is not that of the loss"),
         (mean_without_mask, {"mask", "micro_batches"}, "changes with numbers outside the mask"),
         (of_sequences, {"mask"}, r"a token inside the mask: the gradient of log_prob is not finite there; divide by"),
@@ -160,18 +167,20 @@ def test_a_planted_mistake_is_caught(
 
 def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> None:
     assert [finding.check for finding in lab.check("rows", "mask", loss=surrogate, batch=batch)] == ["mask", "rows"]
-    with pytest.raises(BadInput, match=r"check 'ratio'.*there are returns, gradient"):
+    with expect_error(BadInput, value="check 'ratio'", rule="there are returns, repeats, gradient"):
         lab.check("ratio", loss=surrogate, batch=batch)
-    with pytest.raises(BadInput, match=r"check\(loss=...\) alone.*lab.check\(loss=fn, batch=batch\)"):
+    with expect_error(BadInput, value=r"check\(loss=...\) alone", remedy=r"lab.check\(loss=fn, batch=batch\)"):
         lab.check(loss=surrogate)
-    with pytest.raises(BadInput, match="must be a batch of this workbench"):
+    with expect_error(BadInput, rule="must be a batch of this workbench"):
         lab.check(loss=surrogate, batch=3)
-    with pytest.raises(BadInput, match=r"takes 'advantage'.*write advantages"):
+    with expect_error(BadInput, value="takes 'advantage'", remedy="write advantages"):
         lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
-    with pytest.raises(UnknownColumn, match="ref_log_prob"):
+    with expect_error(UnknownColumn, value="ref_log_prob"):
         lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)
-    finding = lab.check("gradient", loss=dropping_tokens, batch=batch)["gradient"]
-    assert finding.verdict == "not applicable" and finding.about.startswith("two calls with the same numbers")
+    for loss, why in ((dropping_tokens, "two calls with the same"), (overwriting, "it writes into 'advantages'")):
+        for check in ("gradient", "mask", "rows", "micro_batches"):
+            finding = lab.check(check, loss=loss, batch=batch)[check]
+            assert finding.verdict == "not applicable" and finding.about.startswith(why)
     report = lab.check("ratio_1", "direction", loss=lambda log_prob: -log_prob, batch=batch)
     assert report["ratio_1"].verdict == "not applicable" and report["direction"].verdict != "not applicable"
 
@@ -218,7 +227,7 @@ def test_rows_that_are_not_valid_have_no_part_in_it(lab: wb.Workbench, batch: wb
 
     first = lab.check("returns", loss=bad, batch=report.batch)  # rows have their numbers in the batch
     assert first["returns"].culprit.startswith("row 5, token 1: the loss is not finite")
-    with pytest.raises(BadInput, match="rows are all not valid"):
+    with expect_error(BadInput, value="rows are all not valid"):
         lab.check(loss=surrogate, batch=lab.put({**table, "valid": valid & ~valid}))
 
 
@@ -243,6 +252,16 @@ def test_its_direction_is_that_of_ratio_1_also_on_rollouts_that_were_learned_fro
             -(log_prob - old_log_prob).exp() * advantages), batch=learned)  # fmt: skip
         assert unclipped.ok and unclipped["direction"].figure < 1e-3
         assert not lab.check("direction", loss=wrong_sign, batch=learned).ok
+
+
+def test_a_loss_that_moves_nothing_has_no_direction(lab: wb.Workbench, batch: wb.Batch) -> None:
+    found = lab.check("direction", loss=lambda log_prob, advantages: 0 * log_prob * advantages, batch=batch)
+    assert not found.ok and found["direction"].culprit == "its gradient is 0: a step on it moves nothing"
+    advantages = batch.fetch(["advantages"])["advantages"]
+    assert isinstance(advantages, Ragged)
+    none = batch.drop("advantages").join(lab.put({"advantages": advantages.like(0 * advantages.values)}))
+    (finding,) = lab.check("direction", loss=lambda log_prob: -log_prob, batch=none)
+    assert finding.verdict == "not applicable" and "all advantages are 0" in finding.about
 
 
 def test_the_cosine_is_that_of_the_gradients() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.checks.mismatch import Mismatch
 from workbench.errors import BadInput
 from workbench.settings.precision import PRECISIONS
@@ -100,7 +101,7 @@ def test_the_same_numbers_on_two_ranks_and_none_where_a_model_is_cut(
         table = two.put(batch.take(range(4)).fetch(), meta=batch.meta)
         pd.testing.assert_frame_equal(lab.mismatch(batch.take(range(4))).tokens, two.mismatch(table).tokens)
         two.actor.relayout((1, 2, 1))
-        with pytest.raises(BadInput, match="a model that is cut over ranks"):
+        with expect_error(BadInput, value="a model that is cut over ranks"):
             two.mismatch(table)
 
 
@@ -133,10 +134,24 @@ def test_wrong_input(lab: wb.Workbench, batch: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput, match=message):
             lab.mismatch(batch, precisions)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"Precision\.dtype='int8'"):
+    with expect_error(BadInput, value=r"Precision\.dtype='int8'"):
         wb.Precision(dtype="int8")  # type: ignore[arg-type]
     with (
-        pytest.raises(BadInput, match="actor"),
+        expect_error(BadInput, value="actor"),
         tiny_lab("judge", tmp_path, backend="inline", models={"critic": TINY}) as other,
     ):
         other.mismatch(batch)
+
+
+def test_rollouts_of_some_tokens_are_compared_over_the_same_tokens(lab: wb.Workbench) -> None:
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=16, seed=3, top_p=0.7, keep_mask=True)
+    found = lab.mismatch(batch)
+    assert found.base == "rollout" and list(found.tokens.columns)[4:] == [*PRECISIONS, "float32_all_tokens"]
+    table = found.df
+    assert (
+        table["max_gap"]["float32"] < 1e-4 < table["max_gap"]["bfloat16"] < 0.3 < table["max_gap"]["float32_all_tokens"]
+    )
+    assert table["sequence_weight"]["float32"] == pytest.approx(1, abs=1e-3)
+    assert table["sequence_weight"]["float32_all_tokens"] < 0.1 and "float32_all_tokens" in found._repr_html_()
+    bare = lab.mismatch(batch.drop("sampling_mask_ids", "sampling_mask_sizes"))
+    assert bare.base == "float32" and (bare.tokens["float32"] == found.tokens["float32_all_tokens"]).all()

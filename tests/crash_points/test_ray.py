@@ -72,7 +72,9 @@ class OnRay:
         slow = self.driver
         slow.arm(point, signal.SIGSTOP)
         slow.begin("ppo.iterate()")
-        if not self._reached(point, slow.wait_until_stopped()):
+        if not (stopped := slow.wait_until_stopped()):
+            slow.answer()  # of the iteration, which made fewer calls
+        if not self._reached(point, stopped):
             return
         self._finished_by(self.kernels.start(ALGORITHM), "wb.attach('points', take_over=True)")
         slow.go_on()

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.calculator import Calculator, answer, segments, sums, value
+from tests.calculator import EQUALS, Calculator, answer, segments, sums, value
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.algorithms.dapo import _varied
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, RolloutError
@@ -67,7 +68,7 @@ def test_turns_and_replies_alternate_and_rewards_stand_on_the_last_token_of_a_tu
         assert texts[0][0] == "#"
         assert turns[row] == len(parts) // 2
         said = texts[1::2]
-        complete = said if endings[row] in ("done", "turns") or said[-1].endswith("=") else said[:-1]
+        complete = said if endings[row] in ("done", "max_turns") or said[-1].endswith("=") else said[:-1]
         for turn, reply in zip(complete, texts[2::2], strict=False):
             assert reply == answer(turn)[0]
         for turn, (_, given), (_, probs) in zip(said, rewards[row][1::2], log_probs[row][1::2], strict=True):
@@ -77,12 +78,12 @@ def test_turns_and_replies_alternate_and_rewards_stand_on_the_last_token_of_a_tu
         assert not any(number for parts_of in (rewards, log_probs) for _, part in parts_of[row][::2] for number in part)
         over = [value(turn) % 5 == 0 for turn in complete]
         assert not any(over[:-1])
-        assert endings[row] == ("done" if over and over[-1] else "turns" if len(complete) == 3 else "length")
+        assert endings[row] == ("done" if over and over[-1] else "max_turns" if len(complete) == 3 else "max_tokens")
         assert sum(len(ids) for _, ids in parts) <= 18
-    assert set(endings) == {"done", "turns", "length"}
+    assert set(endings) == {"done", "max_turns", "max_tokens"}
     assert column(batch, "finished").tolist() == [ending == "done" for ending in endings]
     assert metrics["truncated/fraction"] == np.mean([ending != "done" for ending in endings])
-    assert metrics["ending_turns/fraction"] == np.mean([ending == "turns" for ending in endings])
+    assert metrics["ending_max_turns/fraction"] == np.mean([ending == "max_turns" for ending in endings])
     assert metrics["turns/mean"] == np.mean(turns)
     text = batch.df()["response_text"][0]
     assert text.startswith("⟦#") and text.count("⟦") == sum(not mine for mine, _ in segments(batch)[0])
@@ -270,7 +271,7 @@ def test_special_tokens_are_there_for_functions_that_ask_for_them(lab: wb.Workbe
         rewards = column(lab.reward.compute_reward(batch, function=scored), "rewards")
         assert rewards.tolist() == [len(row) + 100 * int((row == 6).sum()) for row in ids]
         assert not column(lab.reward.compute_reward(batch, function=plain), "rewards").any()
-    with pytest.raises(BadInput, match=r"takes 'raw_text'.*raw_response"):
+    with expect_error(BadInput, value="takes 'raw_text'", rule="raw_response"):
         lab.reward.compute_reward(batch, function=lambda prompt, response, raw_text: 0.0)
 
 
@@ -296,6 +297,27 @@ def test_coroutines_share_one_loop_and_environments_are_closed(lab: wb.Workbench
     rewards = set(column(batch, "environment_rewards").values.tolist())
     assert rewards == {0.0, 1.0}  # one loop in all
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_slow_environment_holds_up_its_own_conversation_only(lab: wb.Workbench) -> None:
+    class Slow:
+        made = over = 0
+
+        def reset(self, prompt: str) -> None:
+            self.turns, self.first = 0, Slow.made == 0
+            Slow.made += 1
+
+        async def step(self, response: str) -> tuple[str, float, bool]:
+            while self.first and Slow.over < 3:  # until the others have had all their turns, or the time limit passes
+                await asyncio.sleep(0.001)
+            self.turns += 1
+            Slow.over += self.turns == 3
+            return ";", 1.0, self.turns == 3
+
+    options = sums(environment=Slow, call_timeout_s=10, concurrency=1 + 3, logit_bias={EQUALS: 100.0})
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), **options)
+    assert column(batch, "turns").tolist() == [3] * 4
+    assert column(batch, "ending") == ["done"] * 4
 
 
 @pytest.mark.parametrize(
@@ -337,15 +359,15 @@ def test_an_environment_that_raises_or_hangs_ends_the_stage_and_leaves_the_engin
             (tmp_path / f"{self.how} {id(self)}").touch()
 
     prompts = lab.prompts.next(2)
-    with pytest.raises(RolloutError, match=r"step of environment Base raised ZeroDivisionError: by nought"):
+    with expect_error(RolloutError, value="step of environment Base raised ZeroDivisionError: by nought"):
         lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "raise")))
     begun_s = time.monotonic()
-    with pytest.raises(RolloutError, match=r"step of environment Base took more than 0.2 s for row"):
+    with expect_error(RolloutError, value="step of environment Base took more than 0.2 s for row"):
         lab.actor.generate_sequences(prompts, **sums(environment=functools.partial(Base, "hang"), call_timeout_s=0.2))
     assert time.monotonic() - begun_s < 10
     # those that hang end with their process, as do all on a machine too busy to answer in two seconds
     assert {path.name[:5] for path in tmp_path.iterdir()} <= {"raise"}
-    with pytest.raises(RolloutError, match=r"reset of environment Long returned a text of 60 tokens.*room for 48"):
+    with expect_error(RolloutError, value="reset of environment Long returned a text of 60 tokens", rule="room for 48"):
         lab.actor.generate_sequences(prompts, **sums(environment=Long))
     assert lab.actor.generate_sequences(prompts, **sums()).rows == 2
 
@@ -393,9 +415,9 @@ def test_responses_that_were_cut_are_continued_with_the_value_of_where_they_stan
         steps = masks[row].flip(0).cumsum(0).flip(0)  # turns of the policy still to come, this token's included
         more = torch.where(masks[row], 0.9**steps * final[row], 0.0) * (not finished[row])
         torch.testing.assert_close(new - old, more, atol=1e-5, rtol=1e-4)
-    with pytest.raises(wb.errors.BadInput, match=r"bootstrap=True with estimator='grpo'"):
+    with expect_error(wb.errors.BadInput, value="bootstrap=True with estimator='grpo'"):
         lab.compute_advantages(batch, bootstrap=True, estimator="grpo")
-    with pytest.raises(wb.errors.UnknownColumn, match=r"'final_values'.*compute_values\(final=True\)"):
+    with expect_error(wb.errors.UnknownColumn, value="'final_values'", remedy=r"compute_values\(final=True\)"):
         lab.compute_advantages(plain, bootstrap=True)
 
 
@@ -415,5 +437,53 @@ def test_rewards_on_what_an_environment_wrote_count_nowhere(lab: wb.Workbench) -
     table = batch.fetch()
     on_replies = torch.cat([torch.where(row, 0.0, float(i)) for i, row in enumerate(mask.rows())])
     assert on_replies.any()
-    scores, varied = _varied(lab.put(table | {"rewards": mask.like(on_replies)}))
+    scores, varied, _ = _varied(lab.put(table | {"rewards": mask.like(on_replies)}))
     assert not scores.any() and not varied.any()
+
+
+class Crowd:
+    """Counts the conversations that are open."""
+
+    def __init__(self, marks: str) -> None:
+        self.marks = Path(marks)
+
+    def reset(self, sample_seed: int) -> str:
+        self.mark = self.marks / str(sample_seed)
+        self.mark.touch()
+        return "1"
+
+    async def step(self, response: str) -> tuple[str, float, bool]:
+        await asyncio.sleep(0.02)
+        number = float(len(list(self.marks.iterdir())))
+        self.mark.unlink()
+        return "", number, True
+
+
+def test_most_open_bounds_the_conversations_at_once(lab: wb.Workbench, tmp_path: Path) -> None:
+    def most(rows: int, most_open: int | None) -> float:
+        made = lab.actor.generate_sequences(
+            lab.prompts.next(rows), **sums(environment=functools.partial(Crowd, str(tmp_path)), concurrency=64),
+            most_open=most_open, seed=2,
+        )  # fmt: skip
+        assert column(made, "turns").tolist() == [1] * rows
+        return float(column(made, "environment_rewards").values.max())
+
+    assert most(12, 3) <= 3
+    assert most(12, None) > 3
+
+
+def test_hundreds_of_coroutines_wait_at_once_and_hold_no_threads(lab: wb.Workbench) -> None:
+    """They would be more than the threads that a process may have."""
+    made = lab.actor.generate_sequences(
+        lab.prompts.next(16), samples=40, environment=Slow, max_new_tokens=3, concurrency=640, stop_token_ids=range(264)
+    )
+    threads = column(made, "environment_rewards").values
+    assert column(made, "ending") == ["done"] * 640 and threads.max() < 300
+
+
+class Slow:
+    async def step(self, response: str) -> tuple[str, float, bool]:
+        import threading
+
+        await asyncio.sleep(0.5)
+        return "", float(threading.active_count()), True

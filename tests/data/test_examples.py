@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.data.example_rows import demonstration, dialogue, pair
 from workbench.data.examples import Examples, Kind
@@ -115,6 +116,18 @@ def test_tokens_are_those_that_a_rollout_would_have() -> None:
     assert text(plain.answer_ids[0]) == " I am.<|eos|>"
 
 
+def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:
+    """Where that is another token than the tokenizer's EOS; a plain text ends with the latter."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|unk|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for chat, end in ((None, "<|unk|>"), (False, "<|eos|>")):
+        rows = Examples([{"prompt": "a", "response": "b"}], "demonstrations", tokenizer=tokenizer, chat=chat)
+        assert text(rows.training[0].answer_ids[0]) == f"b{end}"
+
+
 def test_over_long_rows_are_dropped_cut_or_refused() -> None:
     rows = [{"prompt": "p" * n, "chosen": "c" * 10, "rejected": "r"} for n in (5, 50, 500)]
     rows += [{"prompt": "p", "chosen": "c" * 200, "rejected": "r"}, {"prompt": "p", "chosen": "c", "rejected": "c"}]
@@ -128,9 +141,9 @@ def test_over_long_rows_are_dropped_cut_or_refused() -> None:
     # the front is gone but for BOS; the end of the prompt and both answers are whole
     assert text(last.prompt_ids).startswith("<|bos|>ppp") and text(last.prompt_ids).endswith("p<|eos|><|assistant|>")
     assert [text(ids) for ids in last.answer_ids] == ["c" * 10 + "<|eos|>", "r<|eos|>"]
-    with pytest.raises(BadInput, match="row 2 of a list has 515 tokens"):
+    with expect_error(BadInput, value="row 2 of a list has 515 tokens"):
         examples(rows, max_tokens=100, overlong="error")
-    with pytest.raises(BadInput, match="none is left for training"):
+    with expect_error(BadInput, value="none is left for training"):
         examples(rows, max_tokens=10)
 
 
@@ -167,7 +180,7 @@ def test_the_order_is_the_seeds_and_can_be_resumed() -> None:
     second.load_state_dict(state)
     assert [row.example.answers[0] for row in second.next(7)] == rest
     assert sorted(one + rest[:3]) == sorted(str(i) for i in range(10))
-    with pytest.raises(BadInput, match="differ in seed"):
+    with expect_error(BadInput, value="differ in seed"):
         examples(rows, "demonstrations", seed=4).load_state_dict(state)
     assert [row.example.answers[0] for row in examples(rows, "demonstrations", shuffle=False).next(3)] == list("012")
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from workbench.data.prompts import PromptRow, Prompts
+from tests.expected import expect_error
+from workbench.data.prompt_rows import PromptRow
+from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
 
@@ -95,9 +97,9 @@ def test_other_prompts_refuse_the_state(tokenizer: Any, source: Any, options: An
 
 def test_a_state_that_is_none_is_refused(tokenizer: Any) -> None:
     prompts = Prompts(TEXTS, tokenizer=tokenizer)
-    with pytest.raises(BadInput, match="position=-1"):
+    with expect_error(BadInput, value="position=-1"):
         prompts.load_state_dict({**prompts.state_dict(), "position": -1})
-    with pytest.raises(BadInput, match="differ in seed, shuffle, token ids"):
+    with expect_error(BadInput, value="differ in seed, shuffle, token ids"):
         prompts.load_state_dict({})
 
 
@@ -124,7 +126,7 @@ def test_the_chat_template_is_used_as_asked(tokenizer: Any) -> None:
     assert tokenizer.decode(ids("Hi", False)) == "Hi"
     assert ids("Hi", None) == ids("Hi", True) == ids([user("Hi")], None)
     assert tokenizer.decode(ids([SYSTEM, user("Hi")], None)).index("Be brief.") > 0
-    with pytest.raises(BadInput, match="messages with chat=False"):
+    with expect_error(BadInput, value="messages with chat=False"):
         ids([user("Hi")], False)
 
 
@@ -185,7 +187,7 @@ def test_cut_drops_a_row_whose_template_alone_is_too_long(tokenizer: Any) -> Non
         (
             [{"text": "a", "n": 1}],
             {},
-            r"no column named 'prompt', 'question', 'messages'\. the source has the columns 'text', 'n'",
+            r"the columns 'text', 'n'\. name .*: prompts=\{\"source\": \.\.\., \"prompt_column\": \"text\"\}",
         ),
         ([{"prompt": "a"}], {"prompt_column": "text"}, r"no column 'text'\. the source has the columns 'prompt'"),
         ([{"prompt": "a"}, {"question": "b"}], {}, "row 1 has no column 'prompt'"),
@@ -215,7 +217,7 @@ def test_wrong_input_says_what_would_be_right(tokenizer: Any, source: Any, optio
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
 def test_next_takes_whole_numbers_and_stays_put_otherwise(tokenizer: Any, n: Any) -> None:
     prompts = Prompts(TEXTS, tokenizer=tokenizer)
-    with pytest.raises(BadInput, match="n="):
+    with expect_error(BadInput, value="n="):
         prompts.next(n)
     assert prompts.position == 0
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.expected import expect_error
+from workbench.data.batched import batched
 from workbench.data.reward_function import Asking, Score, first_failure, score_rows
-from workbench.errors import RewardError
+from workbench.errors import BadInput, RewardError
 from workbench.support.calls.sessions import UserCalls
 
 
@@ -78,7 +80,7 @@ def test_what_a_function_keeps_stays_in_its_process_from_call_to_call_until_it_h
     assert sorted(run(count)) == [4.0, 5.0, 6.0]
     seen.append("a cell changed it")
     assert sorted(run(count)) == [2.0, 3.0, 4.0]
-    with pytest.raises(RewardError, match=r"took more than 0.2 s"):
+    with expect_error(RewardError, value="took more than 0.2 s"):
         run(lambda prompt, response: time.sleep(60), timeout_s=0.2)
     assert sorted(run(count)) == [2.0, 3.0, 4.0]
     assert seen == ["a cell changed it"]
@@ -114,8 +116,8 @@ def test_one_number_here_and_several_there_are_refused() -> None:
     def mixed(prompt: str, response: str) -> Any:
         return 0.25 if prompt == "p2" else [0.5] * (len(response) + 1)
 
-    with pytest.raises(
-        RewardError, match=r"mixed returned 0.25, but \[0.5\] for row 10, for row 12 on rank 1 .* 'p2'"
+    with expect_error(
+        RewardError, value=r"mixed returned 0.25, but \[0.5\] for row 10, for row 12 on rank 1 .* 'p2'"
     ) as e:
         run(mixed)
     assert "scored alike" in e.value.rule
@@ -146,13 +148,13 @@ def test_an_exception_names_prompt_row_and_rank() -> None:
     def broken(prompt: str, response: str) -> float:
         return 1 / len(prompt) if prompt != "p2" else 1 / 0
 
-    with pytest.raises(RewardError, match=r"raised ZeroDivisionError: division by zero for row 12 .* 'p2'"):
+    with expect_error(RewardError, value="raised ZeroDivisionError: division by zero for row 12 .* 'p2'"):
         run(broken)
 
 
 def test_a_call_that_hangs_is_abandoned() -> None:
     begun_s = time.monotonic()
-    with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
+    with expect_error(RewardError, value="took more than 0.2 s for row 10"):
         run(lambda prompt, response: time.sleep(10) if prompt == "p0" else 0.0, timeout_s=0.2)
     assert time.monotonic() - begun_s < 8
 
@@ -165,7 +167,7 @@ def test_a_call_that_hangs_is_abandoned_while_others_keep_finishing(tmp_path: Pa
         (tmp_path / prompt).touch()
         return 0.0
 
-    with pytest.raises(RewardError, match=r"took more than 0.2 s for row 10"):
+    with expect_error(RewardError, value="took more than 0.2 s for row 10"):
         run(work, n=400, timeout_s=0.2)
     assert time.monotonic() - begun_s < 8
     assert 0 < len(list(tmp_path.iterdir())) < 200
@@ -186,10 +188,21 @@ def test_coroutines_share_one_event_loop_and_one_that_hangs_is_cancelled() -> No
 
     assert run(score, n=6, concurrency=4) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert run(score) == [-1.0] * 3
-    with pytest.raises(RewardError, match=r"took more than 0.1 s"):
+    with expect_error(RewardError, value="took more than 0.1 s"):
         run(hangs, timeout_s=0.1)
 
 
 async def hangs(prompt: str, response: str) -> float:
     await asyncio.sleep(60)
     return 0.0
+
+
+def test_batched_without_brackets_says_that_they_are_missing() -> None:
+    with expect_error(
+        BadInput, value="with 1 argument.*", remedy=r"above a function write @wb\.batched\(\.\.\.\), with brackets"
+    ):
+        batched(len_of_all)  # type: ignore[call-arg, arg-type]
+
+
+def len_of_all(prompt: list[str], response: list[str]) -> list[int]:
+    return [len(one) for one in response]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import workbench as wb
+from tests.expected import expect_error
 from workbench.data import sandbox
 from workbench.data.sandbox import command, passes_tests, problem_here, run_python
 from workbench.errors import BadInput, MissingDependency
@@ -41,15 +42,15 @@ def test_wrong_arguments_are_refused_first() -> None:
     for wrong in ({"timeout_s": 0}, {"memory_bytes": "1"}, {"threads": True}):
         with pytest.raises(BadInput, match=next(iter(wrong))):
             run_python("", **wrong)
-    with pytest.raises(BadInput, match="must be a text"):
+    with expect_error(BadInput, rule="must be a text"):
         run_python(b"print(1)")  # type: ignore[arg-type]
 
 
 def test_the_command_line_shares_nothing_that_it_need_not() -> None:
-    words = command(7, 8, 2**20, False)
+    words = command(7, 8, 9, 2**20, False)
     assert "--unshare-all" in words and "--die-with-parent" in words and "--clearenv" in words
     assert not {"--share-net", "--bind", "--dev-bind", "--ro-bind-fd"} & set(words)
-    assert "--share-net" in command(7, 8, 2**20, True)
+    assert "--share-net" in command(7, 8, 9, 2**20, True)
     shared = {words[i + 2] for i, word in enumerate(words) if word == "--ro-bind"}
     assert not shared & {"/", "/home", "/root", "/etc", "/tmp", "/run", "/var", str(Path.home())}
 

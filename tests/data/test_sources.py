@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.data import sources
 from workbench.data.example_rows import pair
 from workbench.data.sources import read_rows
@@ -104,8 +105,9 @@ def test_malformed_files_are_named_with_the_line(tmp_path: Path, content: bytes,
         ([{"prompt": "a"}, None], "row 1 is of type NoneType, row 0 of type dict"),
         ({"prompt": ["a"]}, r"a source of type dict\..*to_dict\('records'\)"),
         ("nowhere.jsonl", r"no file 'nowhere.jsonl'\. paths start from"),
-        ("data/some.parquet", "is no .jsonl file"),
-        (Path("some.csv"), "is no .jsonl file"),
+        ("data/some.parquet", "no file 'data/some.parquet'"),
+        (Path("some.csv"), "no file 'some.csv'"),
+        ("some.txt", r"is no file of rows\. files that are read end in \.jsonl"),
         ("arithmatic", r"datasets/ holds 'arithmetic'.* did you mean 'arithmetic'\?"),
         ("arithmetic/dev", r"datasets/arithmetic holds 'arithmetic/test', 'arithmetic/train'"),
         ("What is 2 + 3?", "no data set 'What is 2"),
@@ -124,11 +126,11 @@ def test_without_the_datasets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependency, match="pip install datasets"):
+    with expect_error(MissingDependency, remedy="pip install datasets"):
         read_rows("openai/gsm8k")
     # What an import finds in a checkout's root where the library is not installed: the folder datasets/.
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__path__=[str(sources.DATASETS)]))
-    with pytest.raises(MissingDependency, match="pip install datasets"):
+    with expect_error(MissingDependency, remedy="pip install datasets"):
         read_rows("openai/gsm8k")
 
 
@@ -173,9 +175,9 @@ def test_hub_ids_name_configuration_and_split(
 def test_hub_data_sets_that_leave_a_choice_or_lack_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", Hub(None, ["easy", "hard"]))
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    with pytest.raises(BadInput, match=r"configurations easy, hard\. write 'some/sums:easy'"):
+    with expect_error(BadInput, rule="configurations easy, hard", remedy="write 'some/sums:easy'"):
         read_rows("some/sums")
-    with pytest.raises(BadInput, match=r"no 'some/sums:easy/dev'\. Unknown split"):
+    with expect_error(BadInput, value="no 'some/sums:easy/dev'", rule="Unknown split"):
         read_rows("some/sums:easy/dev")
 
 
@@ -188,7 +190,7 @@ def test_no_network_is_said_at_once_and_names_the_alternatives(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "datasets", hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
-    with pytest.raises(ModelUnavailable, match=r"Name or service not known.*local \.jsonl file.*'arithmetic'"):
+    with expect_error(ModelUnavailable, value="Name or service not known", remedy=r"local \.jsonl file.*'arithmetic'"):
         read_rows("openai/gsm8k")
     assert hub.calls == []
 
@@ -204,3 +206,17 @@ def test_rows_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:
     path = tmp_path / "copy.jsonl"
     path.write_text("\r\n".join(json.dumps(row) for row in rows))
     assert read_rows(path) == rows
+
+
+def test_a_misspelt_set_of_ours_does_not_go_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(*_: object) -> object:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("workbench.data.sources._from_hub", fetched)
+    with expect_error(
+        BadInput, value="no data set 'arithmetc/test'", remedy="did you mean 'arithmetic/test'.*'arithmetc/test/train'"
+    ):
+        read_rows("arithmetc/test")
+    for hub in ("openai/gsm8k", "arithmetc/test/train", "arithmetc/other"):
+        with pytest.raises(AssertionError, match="the network"):
+            read_rows(hub)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.data.verifiers import arithmetic, gsm8k
 from workbench.errors import BadInput
 
@@ -147,14 +148,14 @@ def test_long_texts_take_no_time() -> None:
 
 @pytest.mark.parametrize("answer", ["many", "", "1 or 2"])
 def test_an_answer_that_is_not_one_number_is_an_error_not_a_reward(answer: str) -> None:
-    with pytest.raises(BadInput, match=r"holds [02] numbers"):
+    with expect_error(BadInput, value="holds [02] numbers"):
         arithmetic("What?", "42", answer=answer)
-    with pytest.raises(BadInput, match=r"holds [02] numbers"):
+    with expect_error(BadInput, value="holds [02] numbers"):
         gsm8k("What?", "42", answer=f"so\n#### {answer}")
 
 
 def test_gsm8k_without_the_mark_names_the_other_function() -> None:
-    with pytest.raises(BadInput, match="reward function `arithmetic`"):
+    with expect_error(BadInput, remedy="reward function `arithmetic`"):
         gsm8k("What?", "42", answer="42")
 
 

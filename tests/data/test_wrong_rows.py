@@ -11,6 +11,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.data.examples import Examples
@@ -44,21 +45,21 @@ def test_a_data_set_makes_no_column_of_stages(tokenizer: Any, name: str) -> None
 @pytest.mark.parametrize(("option", "value"), [("shuffle", "no"), ("shuffle", 0), ("chat", "maybe"), ("chat", 1)])
 def test_truth_values_are_no_texts(tokenizer: Any, make: Any, option: str, value: Any) -> None:
     rows = [{"prompt": "a", "chosen": "x", "rejected": "y"}]
-    with pytest.raises(BadInput, match=f"{option}={value!r}.*True or False"):
+    with pytest.raises(BadInput, match=f"{option}={value!r}.*True(, False)? or "):
         make(rows, tokenizer=tokenizer, **{option: value})
 
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 10**400, 1e39, True, "1"])
 def test_margins_are_finite(tokenizer: Any, margin: Any) -> None:
     row = {"prompt": "a", "chosen": "x", "rejected": "y", "margin": margin}
-    with pytest.raises(BadInput, match=r"row 0.*margin=.*a margin is a finite number"):
+    with expect_error(BadInput, value="row 0.*margin=", rule="a margin is a finite number"):
         Examples([row], "pairs", tokenizer=tokenizer)
 
 
 def test_a_margin_of_another_kind(tmp_path: Path) -> None:
     ids = Ragged.of([[5], [6]], torch.int64)
     pairs: Table = {"prompt_ids": ids, "chosen_ids": ids, "rejected_ids": ids, "margin": ["a", "b"]}
-    refused = pytest.raises(BadInput, match=r"column 'margin' is a list of str.*it must be a Tensor \[rows\]")
+    refused = expect_error(BadInput, value="column 'margin' is a list of str", rule=r"it must be a Tensor \[rows\]")
     with tiny_lab("margin", tmp_path, backend="inline", models={"actor": TINY, "reward": TINY}) as lab, refused:
         lab.reward.compute_pair_rewards(lab.put(pairs))
 
@@ -72,7 +73,7 @@ def test_a_margin_of_another_kind(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_halves_of_surrogate_pairs_are_no_text(row: Any) -> None:
     good: Any = "a" if isinstance(row, str) else {"prompt": "a"}
-    with pytest.raises(BadInput, match=r"row 1.* holds half of a surrogate pair.*drop the row"):
+    with expect_error(BadInput, value="row 1.* holds half of a surrogate pair", remedy="drop the row"):
         read_rows([good, row])
     assert len(read_rows([good, "é 𝄞" if isinstance(row, str) else {"prompt": "é 𝄞", "n": 1}])) == 2
 
@@ -105,21 +106,21 @@ def test_an_environment_speaks_in_characters(lab: wb.Workbench, first: Any, repl
 def test_a_score_that_no_float_holds(lab: wb.Workbench, score: Any) -> None:
     rows = stored()
     batch = lab.put({**rows, "prompt": ["a"] * 4})
-    with pytest.raises(RewardError, match=r"returned .*too large for a float|returned 6 numbers|more than a column"):
+    with expect_error(RewardError, value="returned .*too large for a float|returned 6 numbers|more than a column"):
         lab.reward.compute_reward(batch, function=lambda prompt, response, **row: score)
 
 
 def test_a_reward_function_that_takes_nothing_is_refused_before_anything_opens(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"takes nothing.*write def fn\(prompt, response"):
+    with expect_error(BadInput, value="takes nothing", remedy=r"write def fn\(prompt, response"):
         tiny_lab("nothing", tmp_path, backend="inline", models={"actor": TINY, "reward": lambda: 1})
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(BadInput, match=r"Model.function=5"):
+    with expect_error(BadInput, value="Model.function=5"):
         wb.Model(function=5)  # type: ignore[arg-type]
     assert wb.Model(function=vowels).function is vowels
 
 
 def test_a_warm_up_is_a_part_of_all_steps() -> None:
-    with pytest.raises(BadInput, match=r"warmup_steps=10 with total_steps=5.*at most 5"):
+    with expect_error(BadInput, value="warmup_steps=10 with total_steps=5", remedy="at most 5"):
         wb.Training(warmup_steps=10, total_steps=5)
     assert wb.Training(warmup_steps=5, total_steps=5).warmup_steps == 5
 
@@ -137,6 +138,6 @@ def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
 
 def test_an_evaluation_that_is_none_is_refused_before_an_iteration(lab: wb.Workbench) -> None:
     ppo, before = wb.PPO(lab, prompts=4), lab.iteration
-    with pytest.raises(BadInput, match="evaluate=5"):
+    with expect_error(BadInput, value="evaluate=5"):
         ppo.run(1, evaluate=5)  # type: ignore[arg-type]
     assert lab.iteration == before

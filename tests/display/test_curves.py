@@ -8,7 +8,22 @@ from xml.etree import ElementTree
 import pytest
 
 from workbench.display.compare import overlay
-from workbench.display.curves import HATCHES, HEIGHT, STROKES, WIDTH, Chart, Curve, key, sheet, smoothed, summary
+from workbench.display.curves import (
+    BOTTOM,
+    HATCHES,
+    HEIGHT,
+    STROKES,
+    TOP,
+    WIDTH,
+    Chart,
+    Curve,
+    draw,
+    key,
+    sheet,
+    smoothed,
+    summary,
+    tables,
+)
 
 NAN = math.nan
 
@@ -105,3 +120,35 @@ def test_overlay_sorts_what_is_finite() -> None:
     assert (one[0], one[-1]) == (two[0], two[-1])
     assert "smallest" in svg
     assert ">none<" not in svg
+
+
+def test_the_last_points_are_tables_too() -> None:
+    joined = Curve(name="mine <1>", x=range(100), y=[n / 4 for n in range(100)])
+    faint = Curve(name="raw", x=range(100), y=range(100), kind="faint")
+    other = Curve(name="other", x=[98, 99, 99.5], y=[math.nan, 2e6, 1.0])
+    peaks = Curve(name="peaks", x=[1.5], y=[3.0], kind="points")
+    chart = Chart(title="<reward>", curves=(joined, faint, other, peaks), y="nats")
+    html = tables([chart])
+    assert html.startswith("<details><summary>These charts as tables</summary>")
+    assert "&lt;reward&gt;, nats, the last 50 of 101" in html
+    assert html.count("<table") == 2  # what is not joined has a table of its own
+    rows = re.findall(r"<tr>(.*?)</tr>", html)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    assert cells[0] == ["iteration", "mine &lt;1&gt;", "other"]
+    assert cells[-5:] == [
+        ["98", "24.5", "not finite"], ["99", "24.75", "2e+06"], ["99.5", "", "1"], ["iteration", "peaks"], ["1.5", "3"],
+    ]  # fmt: skip
+    assert tables([]) == ""
+    many = tables([chart] * 40, most_cells=1000)
+    assert "the last 5 of 101" in many  # 1,000 cells are shared by 40 times 5 columns
+    assert len(many) < 40_000
+
+
+def test_a_band_is_the_ground_of_its_line() -> None:
+    band = Curve(name="a", x=[1, 2, 3], y=[2.0, 3.0, 9.0], low=[1.0, 0.0, -4.0], kind="band")
+    line = Curve(name="a", x=[1, 2, 3], y=[1.5, 1.5, 2.5])
+    drawn = draw(Chart(title="t", curves=(band, line)))
+    (points,) = re.findall(r'<polygon points="([^"]+)"', drawn)
+    assert len(points.split()) == 6
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert min(heights) == TOP and max(heights) == HEIGHT - BOTTOM  # the axis goes from -4 to 9

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.display.by_rows import device_times
+from workbench.display.callers import Callers
 from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Gaps, Lane
-from workbench.display.span_table import SpanTable, cells_of
+from workbench.display.span_table import SpanTable
 from workbench.telemetry.span_lines import SpanLines
 
 LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
@@ -62,7 +63,7 @@ def test_between_two_stages_of_one_cell_the_controller_works_and_between_cells_n
         {"event": "run", "details": {"run": 0, "cell": 1}}, {"event": "run", "details": {"run": 1, "cell": 1}},
         {"event": "attached", "details": {}}, {"event": "run", "details": {"run": 2, "cell": 1}},
     ]  # fmt: skip
-    gaps = spans.gaps((0.0, 12.0), cells=cells_of(events))
+    gaps = spans.gaps((0.0, 12.0), callers=Callers.of(events))
     assert listed(gaps, 0) == [
         (0, 1, UNCALLED), (2, 4, CONTROLLER), (5, 7, UNCALLED), (8, 10, UNCALLED), (11, 12, UNCALLED),
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import tiny_lab
+from tests.expected import expect_error
 from workbench.display.traffic import traffic
 from workbench.errors import BadInput, NotFound
 from workbench.telemetry.spans import Transfer
@@ -54,7 +55,7 @@ def test_nothing_moved(tmp_path: Path) -> None:
         shown = lab.traffic()
         assert shown.total_bytes == 0
         assert "0 B in all" in shown._repr_html_()
-        with pytest.raises(NotFound, match="stage 'nowhere'"):
+        with expect_error(NotFound, value="stage 'nowhere'"):
             lab.traffic(stage="nowhere")
-        with pytest.raises(BadInput, match=r"kind='gradients'.*'batch', 'weights'"):
+        with expect_error(BadInput, value="kind='gradients'", rule="'batch', 'weights'"):
             lab.transfers("gradients")  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workbench.engines.generation.base import GenerationEngine
+from tests.expected import expect_error
+from workbench.engines.generation.base import GenerationEngine, Response
 from workbench.errors import BadInput
 from workbench.settings.engines import Sampling
 
@@ -118,6 +119,21 @@ def assert_log_probs_are_of_the_distribution_sampled_from(engine: GenerationEngi
                     assert expected[token] > expected.max() - 1e-4
 
 
+def assert_masks_are_the_tokens_that_could_be_drawn(engine: GenerationEngine, model: torch.nn.Module) -> None:
+    for sampling in [sampling for sampling in SHAPED if sampling.top_k]:
+        rollout = engine.generate(PROMPTS, replace(sampling, keep_mask=True), SEEDS)
+        plain = engine.generate(PROMPTS, sampling, SEEDS)
+        assert rollout.response_ids == plain.response_ids and rollout.log_probs == plain.log_probs
+        assert plain.sets is None and rollout.sets is not None
+        for prompt, response, sets in zip(PROMPTS, rollout.response_ids, rollout.sets, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            for t, ids in enumerate(sets):
+                expected = shaped(logits[t], prompt, response[:t], sampling, {2})
+                assert list(ids) == expected.isfinite().nonzero()[:, 0].tolist()
+    assert engine.generate(PROMPTS, Sampling(max_new_tokens=2, keep_mask=True), SEEDS).sets is None
+
+
 def assert_endings_are_named(engine: GenerationEngine, eos: int) -> None:
     """Each way to end a response, in one batch: a bias makes the ends likely, the length is short."""
     likely = Sampling(logit_bias={70: 4.0, eos: 4.0}, stop_token_ids=(70,), max_new_tokens=6)
@@ -136,7 +152,7 @@ def assert_endings_are_named(engine: GenerationEngine, eos: int) -> None:
     assert {len(ids) for ids in forced.response_ids} == {6}
     assert any(eos in ids[:-1] for ids in forced.response_ids)  # as likely as it was, it ends nothing
     assert set(forced.endings) == {"length"}
-    with pytest.raises(BadInput, match="stop_token_ids or logit_bias holds a token id outside"):
+    with expect_error(BadInput, value="stop_token_ids or logit_bias holds a token id outside"):
         engine.generate(prompts, Sampling(logit_bias={10**6: 1.0}), seeds)
 
 
@@ -148,9 +164,9 @@ def assert_responses_are_cut_at_the_longest_sequence(engine: GenerationEngine) -
     assert len(rollout.response_ids[1]) <= 5
     full = prompts[0] + [40] * 3
     assert engine.log_probs(full).shape == (MAX_MODEL_TOKENS - 1,)
-    with pytest.raises(BadInput, match="prompt 1 has 64 tokens"):
+    with expect_error(BadInput, value="prompt 1 has 64 tokens"):
         engine.generate([[1], [1] * MAX_MODEL_TOKENS], Sampling(), [0, 1])
-    with pytest.raises(BadInput, match="65 tokens"):
+    with expect_error(BadInput, value="65 tokens"):
         engine.log_probs([1] * (MAX_MODEL_TOKENS + 1))
 
 
@@ -165,6 +181,15 @@ def assert_stop_strings_end_responses(engine: GenerationEngine, tokenizer) -> No
     assert stopped.finished[0]
     assert len(stopped.log_probs[0]) == len(stopped.response_ids[0])
     assert max(map(len, stopped.response_ids)) == 12  # another row went on
+    made = dict[int, Response]()
+    with engine.decoding(sampling) as decoding:  # rows with stops of their own, and without
+        for row, stop in enumerate([(text,), None, (text, "no such text"), ()]):
+            decoding.add(row, PROMPTS[0], SEEDS[0], 12, stop)
+        while decoding.open:
+            made.update((response.row, response) for response in decoding.step())
+    assert made[0].ids == made[2].ids == stopped.response_ids[0]
+    assert made[1].ids == made[3].ids == free.response_ids[0]
+    assert [made[row].ending for row in range(4)] == ["stop", "length", "stop", "length"]
 
 
 def assert_an_ending_at_the_last_token_allowed_counts(engine: GenerationEngine, tokenizer, eos: int) -> None:
@@ -191,6 +216,39 @@ def assert_eos_ends_responses_and_is_kept(engine: GenerationEngine, eos: int) ->
         assert finished == (ids[-1] == eos)
         assert finished or len(ids) == 40
     assert any(rollout.finished)
+
+
+def assert_rows_come_and_go(engine: GenerationEngine) -> None:
+    """Rows that are added while others are decoded get what they get together; one may continue one that has ended."""
+    sampling = Sampling(max_new_tokens=12, top_k=50)
+    expected = engine.generate(PROMPTS, sampling, SEEDS)
+    made = dict[int, Response]()
+    with engine.decoding(sampling) as decoding:
+        for row in range(len(PROMPTS)):
+            decoding.add(row, PROMPTS[row], SEEDS[row], 12 - 2 * (row == 1))
+            made.update((response.row, response) for response in decoding.step())
+        assert decoding.open == len(PROMPTS) - len(made) > 0
+        while 0 not in made:
+            made.update((response.row, response) for response in decoding.step())
+        assert decoding.open > 0
+        continued = PROMPTS[0] + made[0].ids[:-1] + [50]
+        decoding.add(10, continued, 7, 12)
+        while decoding.open:
+            made.update((response.row, response) for response in decoding.step())
+        assert decoding.tokens == sum(len(response.ids) for response in made.values())
+    for row, (ids, log_probs) in enumerate(zip(expected.response_ids, expected.log_probs, strict=True)):
+        length = 10 if row == 1 else 12
+        assert made[row].ids == ids[:length]
+        assert made[row].log_probs == pytest.approx(log_probs[:length], abs=1e-4)
+    afresh = engine.generate([continued], sampling, [7])
+    assert made[10].ids == afresh.response_ids[0]
+    assert made[10].log_probs == pytest.approx(afresh.log_probs[0], abs=1e-4)
+    with engine.decoding(sampling) as decoding:
+        decoding.add(0, PROMPTS[0], 0, 12)
+        decoding.step()
+        with expect_error(BadInput, value="prompt 3 holds a token id outside"):
+            decoding.add(3, [10**6], 0, 12)
+    assert engine.generate(PROMPTS, sampling, SEEDS) == expected
 
 
 def assert_progress_is_reported(engine: GenerationEngine) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import cast
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tests.expected import expect_error
+from workbench.engines.generation.distribution import Distribution
 from workbench.engines.generation.endings import Endings, response_room
-from workbench.engines.generation.penalties import Penalties
-from workbench.engines.generation.row_sampler import RowSampler, draw, exponential_noise
+from workbench.engines.generation.row_sampler import draw, exponential_noise
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer
 from workbench.settings.engines import Generation, Sampling
@@ -24,7 +24,7 @@ def test_draws_follow_the_distribution(vocabulary):
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
     probs = logits.softmax(-1)
     draws = 20_000
-    tokens = torch.cat([draw(probs.expand(500, -1), range(i, i + 500), step=3) for i in range(0, draws, 500)])
+    tokens = torch.cat([draw(probs.expand(500, -1), range(i, i + 500), [3] * 500) for i in range(0, draws, 500)])
     expected = probs.double() * draws
     chi_square = ((tokens.bincount(minlength=vocabulary) - expected) ** 2 / expected).sum()
     freedom = vocabulary - 1
@@ -34,21 +34,14 @@ def test_draws_follow_the_distribution(vocabulary):
 def test_impossible_tokens_are_never_drawn():
     probs = torch.zeros(2000, 300)
     probs[:, [5, 290]] = 0.5
-    assert set(draw(probs, range(2000), step=0).tolist()) == {5, 290}
+    assert set(draw(probs, range(2000), [0] * 2000).tolist()) == {5, 290}
 
 
 def test_noise_depends_on_seed_and_step_alone():
-    noise = exponential_noise([7, 2**63 + 1, 7 + 2**32], 4, 10)
-    assert torch.equal(exponential_noise([2**63 + 1], 4, 10)[0], noise[1])
-    rows = [*noise, *exponential_noise([7], 5, 10)]
+    noise = exponential_noise([7, 2**63 + 1, 7 + 2**32, 7], [4, 4, 4, 5], 10)
+    assert torch.equal(exponential_noise([2**63 + 1], [4], 10)[0], noise[1])
+    rows = [*noise]
     assert len({row[0].item() for row in rows}) == 4  # seeds differ in high bits too, and steps
-
-
-def test_log_probs_are_of_the_scores_as_given():
-    scores = cast(torch.FloatTensor, torch.randn(4, 50))
-    sampler = RowSampler([1, 2, 3, 4], temperature=0.3)  # the temperature was applied by an earlier processor
-    token = sampler(cast(torch.LongTensor, torch.zeros(4, 1, dtype=torch.long)), scores).argmax(-1)
-    torch.testing.assert_close(sampler.log_probs[0], scores.log_softmax(-1).gather(1, token[:, None])[:, 0])
 
 
 def test_a_stop_string_is_found_where_tokens_cut_through_it():
@@ -109,44 +102,37 @@ def test_settings_that_cannot_be_are_refused(settings, message):
         Sampling(**settings)
 
 
-def test_a_prompts_padding_counts_for_no_penalty():
-    """Token 0 fills up the shorter prompt, and token 5 stands in both."""
+def test_penalties_are_of_each_rows_own_tokens():
+    """The rows have prompts and responses of several lengths; token 5 stands in both prompts, and 0 in none."""
     sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.25)
-    penalties = Penalties(sampling, torch.tensor([[0, 0, 1], [1, 1, 1]]))
-    ids = cast(torch.LongTensor, torch.tensor([[0, 0, 5, 7, 7], [3, 4, 5, 8, 3]]))
-    scores = cast(torch.FloatTensor, torch.ones(2, 9).index_fill_(1, torch.tensor([7]), -1.0))
+    scores = torch.ones(2, 9).index_fill_(1, torch.tensor([7]), -1.0)
     expected = torch.ones(2, 9)
     expected[0, 5] = 0.5
     expected[0, 7] = -2.0 - 1.0 - 0.5
     expected[1, [4, 5]] = 0.5
     expected[1, [3, 8]] = 0.5 - 1.0 - 0.25
     expected[1, 7] = -1.0
-    torch.testing.assert_close(penalties(ids, scores), expected)
+    out = Distribution(sampling, {2}).of(scores, [[5], [3, 4, 5]], [[7, 7], [8, 3]])
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "seeds", "words"),
-    [
-        ([[1, 2], []], [0, 1], ["prompt 1", "empty"]),
-        ([[1, 2], [1] * 20], [0, 1], ["prompt 1", "20 tokens", "max_model_tokens=20"]),
-        ([[1, 99]], [0], ["prompt 0", "0..49"]),
-        ([[1]], [], ["0 seeds for 1 prompts"]),
-    ],
+    ("prompt", "words"),
+    [([], ["prompt 3", "empty"]), ([1] * 20, ["20 tokens", "max_model_tokens=20"]), ([1, 99], ["prompt 3", "0..49"])],
 )
-def test_bad_prompts_are_named(prompts, seeds, words):
+def test_bad_prompts_are_named(prompt, words):
     with pytest.raises(BadInput) as caught:
-        response_room(prompts, Sampling(), seeds, Generation(max_model_tokens=20), vocab_size=50)
+        response_room(3, prompt, 8, Generation(max_model_tokens=20), vocab_size=50)
     assert all(word in str(caught.value) for word in words)
 
 
 def test_room_is_what_the_prompt_leaves():
-    room = response_room([[1] * 4, [1] * 19], Sampling(max_new_tokens=8), [0, 1], Generation(max_model_tokens=20), 50)
-    assert room == [8, 1]
+    assert [response_room(0, [1] * n, 8, Generation(max_model_tokens=20), 50) for n in (4, 19)] == [8, 1]
 
 
 def test_rows_at_once():
     assert Generation(max_rows=7).rows_at_once(on_gpu=True) == 7
     assert [Generation().rows_at_once(on_gpu=on_gpu) for on_gpu in (False, True)] == [64, 512]
     assert Generation(engine="transformers").rows_at_once(on_gpu=True) == 64
-    with pytest.raises(BadInput, match="max_rows=0"):
+    with expect_error(BadInput, value="max_rows=0"):
         Generation(max_rows=0)

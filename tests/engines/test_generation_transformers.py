@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engines import generation_cases as cases
+from tests.expected import expect_error
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, SyncError
 from workbench.models import load_causal_lm, load_tokenizer
@@ -54,12 +55,28 @@ def test_truncation(engine, model):
     cases.assert_truncation_is_renormalized(engine, model)
 
 
+def test_masks(engine, model):
+    cases.assert_masks_are_the_tokens_that_could_be_drawn(engine, model)
+
+
 def test_log_probs_under_every_setting(engine, model):
     cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
 
 
 def test_endings(engine, tokenizer):
     cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
+
+
+def test_a_response_ends_with_the_turn_of_the_template(model):
+    """Where the template ends turns with another token than the tokenizer's EOS; that one still ends a response too."""
+    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<|unk|>"
+    engine = TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
+    ends = [tokenizer.convert_tokens_to_ids("<|unk|>"), tokenizer.eos_token_id]
+    for end in ends:
+        bias = {end: 100.0, **{other: -100.0 for other in ends if other != end}}
+        rollout = engine.generate([[9, 10, 11]], Sampling(temperature=0.0, max_new_tokens=4, logit_bias=bias), [1])
+        assert rollout.response_ids == [[end]] and rollout.finished == [True]
 
 
 def test_cut(engine):
@@ -80,7 +97,13 @@ def test_progress(engine):
     cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
 
 
+def test_rows_come_and_go(engine):
+    cases.assert_rows_come_and_go(engine)
+
+
 def test_no_prompts(engine):
+    with expect_error(BadInput, value="0 seeds for 1 prompts"):
+        engine.generate([[1]], Sampling(), [])
     assert engine.generate([], Sampling(), []).response_ids == []
 
 
@@ -144,7 +167,7 @@ def test_a_copy_sleeps_until_it_is_given_weights(model, tokenizer):
     assert (own.lacks_weights, own.weights_version, own.memory_bytes()["weights"]) == (True, -1, 0)
     assert own.sleep() == 0
     for asked in (lambda: own.log_probs(cases.PROMPTS[2]), lambda: own.generate([[1]], Sampling(), [0])):
-        with pytest.raises(BadInput, match=r"sleeps.*generates=True"):
+        with expect_error(BadInput, value="sleeps", remedy="generates=True"):
             asked()
     own.update_weights(weights, 4)
     assert (own.lacks_weights, own.weights_version) == (False, 4)
@@ -163,5 +186,5 @@ def test_autocast_computes_in_bf16(model, tokenizer):
 
 
 def test_too_long_for_the_model(model, tokenizer):
-    with pytest.raises(BadInput, match="2048 positions"):
+    with expect_error(BadInput, rule="2048 positions"):
         TransformersEngine(model, tokenizer, Generation(max_model_tokens=4096), owns_model=False)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines import generation_cases as cases
+from tests.expected import expect_error
 from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.errors import BadInput
@@ -115,6 +116,10 @@ def test_truncation(engine, model):
     cases.assert_truncation_is_renormalized(engine, model)
 
 
+def test_masks(engine, model):
+    cases.assert_masks_are_the_tokens_that_could_be_drawn(engine, model)
+
+
 def test_log_probs_under_every_setting(engine, model):
     cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
 
@@ -208,6 +213,10 @@ def test_progress(engine):
     cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
 
 
+def test_rows_come_and_go(engine):
+    cases.assert_rows_come_and_go(engine)
+
+
 @torch.no_grad()
 def perturb(model):
     for parameter in model.parameters():
@@ -278,32 +287,36 @@ def test_syncs_do_not_gather_memory(engine, model):
     assert resident_bytes() - before < 10 * weights  # 40 kept copies would be 40 times as much
 
 
-def test_prefixes_are_kept_for_later_turns_alone(engine, monkeypatch):
-    emptied, empty = [], engine._engine.reset_prefix_cache
+def test_prefixes_are_kept_for_later_turns_alone(engine, model):
+    """Of the rows of one decoding; a call after it, and after a sync, has none of them."""
+    from vllm.v1.metrics.stats import PrefixCacheStats
 
-    def counted():
-        emptied.append(1)
-        return empty()
+    cache = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
+    prompt, sampling = [1, *range(40, 90)], Sampling(max_new_tokens=4, temperature=0)
 
-    monkeypatch.setattr(engine._engine, "reset_prefix_cache", counted)
-    first = engine.generate([[1, 40]], Sampling(max_new_tokens=4), [0])
-    assert len(emptied) == 1
-    prompt, sampling = [1, 40, *first.response_ids[0], 50], Sampling(max_new_tokens=4)
-    second = engine.generate([prompt], sampling, [1], continued=True)
-    assert len(emptied) == 1
-    assert engine.generate([prompt], sampling, [1]).response_ids == second.response_ids
-    assert len(emptied) == 2
+    def hits():
+        stats = cache.make_prefix_cache_stats()
+        return stats.queries, stats.hits
 
-
-def test_prefixes_of_other_weights_are_not_used_again(engine, model):
-    """Later turns of a conversation, with a sync in between."""
-    prompt, sampling = list(range(40, 90)), Sampling(max_new_tokens=4, temperature=0)
-    engine.generate([prompt], sampling, [0])
-    perturb(model)
-    engine.update_weights(model.named_parameters(), 1)
-    continued = engine.generate([prompt], sampling, [0], continued=True)
-    afresh = engine.generate([prompt], sampling, [0])
-    assert (continued.response_ids, continued.log_probs) == (afresh.response_ids, afresh.log_probs)
+    before = cache.log_stats, cache.prefix_cache_stats
+    cache.log_stats, cache.prefix_cache_stats = True, PrefixCacheStats()
+    try:
+        with engine.decoding(sampling) as decoding:
+            decoding.add(0, prompt, 0, 4)
+            (first,) = [response for _ in range(4) for response in decoding.step()]
+            assert hits()[1] == 0
+            decoding.add(1, [*prompt, *first.ids], 1, 4)
+            (second,) = [response for _ in range(4) for response in decoding.step()]
+            block = engine._engine.vllm_config.cache_config.block_size
+            assert hits() == (len(prompt) + 4, len(prompt) // block * block)
+        afresh = engine.generate([[*prompt, *first.ids]], sampling, [1])
+        assert (afresh.response_ids, afresh.log_probs) == ([second.ids], [pytest.approx(second.log_probs, abs=1e-4)])
+        perturb(model)
+        engine.update_weights(model.named_parameters(), 1)
+        engine.generate([prompt], sampling, [0])
+        assert hits()[1] == 0
+    finally:
+        cache.log_stats, cache.prefix_cache_stats = before
 
 
 def test_on_a_cpu_it_stays_and_says_so(engine):
@@ -329,6 +342,6 @@ def test_memory(engine, model):
 
 
 def test_one_engine_a_process(engine, name):
-    with pytest.raises(BadInput, match="second vLLM engine"):
+    with expect_error(BadInput, value="second vLLM engine"):
         VllmEngine(resolve(name), SETTINGS, dtype=torch.float32, device=CPU)
     assert engine.generate([[1, 40]], Sampling(max_new_tokens=2), [0]).response_ids

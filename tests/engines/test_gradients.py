@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.training_ranks import (
+    DENOMINATOR,
     ENGINES,
+    TEMPERATURE,
     make_engine,
     negative_log_likelihood,
     run_ranks,
     sequences,
+    tiny_model,
     train,
     weights,
 )  # fmt: skip
@@ -49,6 +52,30 @@ def test_every_engine_gives_the_gradient_of_the_whole_batch(kind: str) -> None:
         assert seen.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(seen[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def norms_on_ranks(kind: str) -> tuple[list[float], bool]:
+    engine = make_engine(kind)
+    before = weights(engine)
+    mine = sequences(0)[dist.get_rank() :: dist.get_world_size()]
+    norms = engine.gradient_norms([negative_log_likelihood([row]) for row in mine])
+    return norms, all(torch.equal(weight, before[name]) for name, weight in weights(engine).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_norm_of_each_micro_batch_is_that_of_its_own_rows(kind: str) -> None:
+    model, expected = tiny_model(), []
+    for row in sequences(0):
+        model.zero_grad()
+        log_probs = torch.log_softmax(model(input_ids=row[None]).logits[0, :-1] / TEMPERATURE, -1)
+        (-log_probs[torch.arange(len(row) - 1), row[1:]].sum() / DENOMINATOR).backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        expected.append(squares**0.5)
+    assert max(expected) > 1.2 * min(expected) > 0
+    for rank, (norms, same) in enumerate(run_ranks(norms_on_ranks, 2, kind)):
+        assert same
+        assert norms == pytest.approx(expected[rank::2], rel=1e-4)
 
 
 def test_a_sketch_tells_how_far_two_gradients_are_apart() -> None:

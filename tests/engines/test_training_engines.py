@@ -26,6 +26,7 @@ from tests.engines.training_ranks import (
     value_module,
     weights,
 )
+from tests.expected import expect_error
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
@@ -225,18 +226,18 @@ def test_untrained_module_is_only_run() -> None:
     assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32}, "rotary frequencies stay exact"
     assert not loss_now(engine, negative_log_likelihood(sequences(0))).requires_grad
     assert engine.memory_bytes()["gradients"] == engine.memory_bytes()["optimizer"] == 0
-    with pytest.raises(BadInput, match="not trained"):
+    with expect_error(BadInput, value="not trained"):
         engine.step([negative_log_likelihood(sequences(0))])
-    with pytest.raises(BadInput, match="TorchEngine"):
+    with expect_error(BadInput, remedy="TorchEngine"):
         DeepSpeedEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.float32)
 
 
 def test_a_step_needs_a_micro_batch() -> None:
-    with pytest.raises(BadInput, match="micro-batch"):
+    with expect_error(BadInput, rule="micro-batch"):
         make_engine("torch").step([])
 
 
 def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"not installed.*take engine='torch'"):
+    with expect_error(ImportError, value="not installed", remedy="take engine='torch'"):
         make_engine("zero1")

@@ -108,14 +108,13 @@ def test_every_weight_can_be_read_where_it_lies(engine: Any, name: str) -> None:
 
 
 def test_the_engine_computes_with_them(engine: Any, name: str) -> None:
-    """Cached prefixes of the weights before included."""
     prompt, greedy = list(range(40, 58)), Sampling(max_new_tokens=4, temperature=0)
     limit = 1e-4 if engine._dtype == torch.float32 and not ON_GPU else 0.05
     for version in (1, 2):
         model = trained(name, 3 + version)
         engine.generate([prompt], greedy, [0])
         engine.update_weights(model.named_parameters(), version)
-        ids = prompt + engine.generate([prompt], greedy, [0], continued=True).response_ids[0]
+        ids = prompt + engine.generate([prompt], greedy, [0]).response_ids[0]
         expected = cases.scored(model.cpu(), ids)
         assert (engine.log_probs(ids) - expected).abs().mean() < limit
 

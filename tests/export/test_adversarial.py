@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.export.cells import Cell, read_notebook
 from workbench.export.exporting import script_of
@@ -309,6 +310,46 @@ SUBTLE: dict[str, list[str]] = {
         DO + "print(s.rate)",
     ],
     "unpacking with a star": ["first, *rest = [1, 2, 3]\nrest[0] = 9", DO + "print(first, rest)"],
+    "a frame that is changed under another name": [
+        "import pandas as pd\nframe = pd.DataFrame({'x': [1, 2]})\nother = frame",
+        "other['y'] = other['x'].map(float)\nother.columns = ['a', 'b']\nother.loc[0, 'a'] = 9",
+        DO + "print(frame.to_dict())",
+    ],
+    "a part of a frame, which is a frame of its own": [
+        "import pandas as pd\nframe = pd.DataFrame({'x': [1, 2, 3]})",
+        "part = frame[frame['x'] > 1]\npart['y'] = part['x'].map(float)\npart.loc[1, 'x'] = 9",
+        DO + "print(frame.to_dict(), part.to_dict())",
+    ],
+    "a part of an array, which is the array": [
+        "import numpy as np\na = np.zeros(3)\npart = a[:2]\npart[0] = 5",
+        DO + "print(a.tolist())",
+    ],
+    "a function that a frame calls": [
+        "import pandas as pd\nseen = []\ndef note(x):\n    seen.append(x)\n    return x",
+        "frame = pd.DataFrame({'x': [1, 2]})\nframe['y'] = frame['x'].map(note)",
+        "frame['x'].map(lambda x: note(x))\nframe['x'].apply(lambda x: seen.append(x))\nframe['x'].transform(note)",
+        DO + "print(seen)",
+    ],
+    "a lambda whose parameter is called like a builtin": [
+        "import pandas as pd\nseen = []\nframe = pd.DataFrame({'f': [seen.append]})",
+        "frame['f'].map(lambda len: len(1))",
+        DO + "print(seen)",
+    ],
+    "a lambda that uses an iterator up": [
+        "import pandas as pd\ng = iter([1, 2])\nframe = pd.DataFrame({'x': [1]})",
+        "frame['x'].map(lambda x: sum(g))",
+        DO + "print(list(g))",
+    ],
+    "an iterator in a lambda that calls nothing": [
+        "import pandas as pd\ng = iter([1, 2])\nframe = pd.DataFrame({'x': [1]})",
+        "frame['x'].map(lambda x: x in g)",
+        DO + "print(list(g))",
+    ],
+    "an iterator in an index": ["g = iter([1, 2])\nd = {}", "d[next(g)] = 1", DO + "print(list(g))"],
+    "an import that makes a part of another": [
+        "import importlib as parts\nfrom importlib import resources",
+        DO + "print(parts.resources.__name__)",
+    ],
     "while and else": [DO + "n = 0\nwhile n < 3:\n    n += 1\nelse:\n    print('done', n)"],
 }
 
@@ -343,7 +384,7 @@ def test_the_script_does_what_the_notebook_does(name: str, monkeypatch: pytest.M
 
 
 REFUSED: dict[str, tuple[list[Any], str, str]] = {
-    "a shell line": (["x = 1", "!ls -l"], "cell 2: !ls -l", "subprocess"),
+    "a shell line": (["x = 1", "!make data"], "cell 2: !make data", "subprocess"),
     "a shell line whose output is kept": (["files = !ls"], "cell 1: !ls", "subprocess"),
     "a cell of another language": (["%%bash\nls"], "cell 1: %%bash", "skip-export"),
     "a magic without a meaning": (["%store x"], "cell 1: %store x", "skip-export"),
@@ -418,7 +459,7 @@ def test_files_that_are_no_notebooks(tmp_path: Path) -> None:
     assert "JSON" in refused("not json")
     assert "cells" in refused("{}")
     assert "written in R" in refused(json.dumps({"cells": [], "metadata": {"kernelspec": {"language": "R"}}}))
-    with pytest.raises(BadInput, match="exists"):
+    with expect_error(BadInput, remedy="exists"):
         read_notebook(tmp_path / "none.ipynb")
 
 

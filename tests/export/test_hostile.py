@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,12 @@ PLACES = {
     "an argument of a maker": "from functools import partial\ndef thing(x=partial(print, {RUN})):\n    return x",
     "an import of the same name": "import types as functools\n"
     "def thing(x=functools.new_class('a', (), {{}}, lambda d: {RUN})):\n    return x",
+    "a schedule that is tried": "import workbench as wb\ndef fast(step):\n    {RUN}\n    return 1.0\n"
+    "def thing(x=wb.Training(schedule=fast)):\n    return x",
+    "a schedule in a class body": "import workbench as wb\nclass thing:\n"
+    "    x = wb.Model('a', training=wb.Training(schedule=lambda step: {RUN} and 1.0))",
+    "a schedule among others": "import workbench as wb\ndef fast(step):\n    {RUN}\n    return 1.0\n"
+    "def thing(x=wb.Training(**{{'schedule': fast}})):\n    return x",
     "partial as a decorator": KEEP
     + "from functools import partial\n@partial(keep, name='len')\ndef thing(x=1):\n    return x",
     "cache of a function, as a decorator": KEEP
@@ -130,18 +136,20 @@ print(json.dumps(ran))
 """
 
 
-def hostile(package: str) -> dict[str, list[str | tuple[str, ...]]]:
-    """Notebooks by name."""
+def hostile(package: str, each: int) -> dict[str, list[str | tuple[str, ...]]]:
+    """Notebooks by name. each: how many expressions are tried in each place, others in the next one."""
+    drawn = cycle(EXPRESSIONS.items())
     use = "import workbench as wb\nlab = wb.open('x', models={'actor': 'tiny-llama'}, prompts=[str(thing)])"
     found: dict[str, list[str | tuple[str, ...]]] = {}
-    for (place, cell), (what, run) in product(PLACES.items(), EXPRESSIONS.items()):
+    for (place, cell), (what, run) in ((one, next(drawn)) for one in PLACES.items() for _ in range(each)):
         found[f"{what} in {place}"] = [cell.format(RUN=run, PACKAGE=package), use]
-    for number, (text, run) in enumerate(product(TEXTS, EXPRESSIONS.values())):
+    for number, (text, (_, run)) in enumerate((one, next(drawn)) for one in TEXTS for _ in range(each)):
         found[f"text {number}"] = [(text.format(RUN=run),), "thing = 1", use]
     return found
 
 
-def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("each", [2, pytest.param(len(EXPRESSIONS), marks=pytest.mark.thorough)])
+def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int) -> None:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     package = tmp_path / "hostile_package"
@@ -150,8 +158,8 @@ def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytes
     (package / "inner.py").write_text("thing = 1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    books = hostile(package.name)
-    assert len(books) >= 100
+    books = hostile(package.name, each)
+    assert len(books) == each * (len(PLACES) + len(TEXTS)) >= 100
     for number, (name, texts) in enumerate(books.items()):
         kinds = ["markdown" if isinstance(text, tuple) else "code" for text in texts]
         cells = [

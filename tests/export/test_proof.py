@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import read_notebook
@@ -69,10 +70,18 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
     assert not fewer.ok
     assert not compare_runs(write(tmp_path / "i", (1, "y", {"a": inf})), write(tmp_path / "j", (1, "y", {"a": 5.0}))).ok
     gaps = [compare_runs(*(write(tmp_path / f"{name}-{n}", (1, "y", {name: x})) for n, x in enumerate((1e-7, 9e-7))))
-            for name in ("rollout_gap/mean", "ratio/max_deviation", "loss")]  # fmt: skip
+            for name in ("first_minibatch/rollout_gap/mean", "ratio/max_deviation", "loss")]  # fmt: skip
     assert [proof.table["largest_difference"].item() for proof in gaps] == pytest.approx([8e-4, 8e-4, 0.8])
     assert not any(proof.ok for proof in gaps)  # on one process nothing differs at all
     assert not compare_runs(write(tmp_path / "e"), write(tmp_path / "f")).ok  # nothing was compared
+
+
+def test_conversations_are_held_to_rounding(tmp_path: Path) -> None:
+    """Which of their rows are decoded together depends on time."""
+    talks = (1, "generate_sequences", {"turns/mean": 2.0})
+    one, near, far = (write(tmp_path / str(x), talks, (1, "x", {"loss": x})) for x in (1.0, 1.0001, 1.01))
+    assert compare_runs(one, near).ok and compare_runs(one, near).tolerance == 2e-3
+    assert not compare_runs(one, far).ok
 
 
 def test_calls_that_only_looked_are_passed_by(tmp_path: Path) -> None:
@@ -90,7 +99,7 @@ def test_values_of_parameters() -> None:
         "C": [1, 2],
         "D": True,
     }
-    with pytest.raises(BadInput, match="--set PROMPTS"):
+    with expect_error(BadInput, value="--set PROMPTS"):
         settings_of(["PROMPTS"])
     assert option("MAX_NEW", -3) == ["--max-new=-3"]
     assert option("ON", False) == ["--no-on"]
@@ -110,5 +119,5 @@ def test_a_notebook_that_fails_is_named(tmp_path: Path) -> None:
     }
     path = tmp_path / "x.ipynb"
     path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    with pytest.raises(ProofFailed, match=r"notebook ended with exit code 1(.|\n)*ZeroDivisionError"):
+    with expect_error(ProofFailed, value=r"notebook ended with exit code 1(.|\n)*ZeroDivisionError"):
         prove(path, "", {})

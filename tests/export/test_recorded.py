@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +14,14 @@ from typing import Any
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from tests.expected import expect_error
+from tests.fuzz.damage import harmless
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
-from workbench.export.recorded import Record, _expression, as_run, doubts, find_record, read_record
+from workbench.export.made_calls import expression
+from workbench.export.proof import compare_runs
+from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
 from workbench.session.cell_history import RunCell
 from workbench.telemetry.store import TelemetryStore
 
@@ -36,10 +43,11 @@ class Kernel:
         self._manager, self._client = start_new_kernel(cwd=str(folder))
         self.run("path", f"import sys; sys.path.insert(0, {str(root)!r})")
 
-    def run(self, id: str, text: str, fails: bool = False) -> int:
+    def run(self, id: str, text: str, fails: bool = False, recorded: bool = True) -> int:
         message = self._client.session.msg(
             "execute_request",
-            {"code": text, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False},
+            {"code": text, "silent": False, "store_history": recorded, "user_expressions": {}, "allow_stdin": False}
+            | {"stop_on_error": False},  # else a cell that comes right after one that failed may be dropped
             metadata={"cellId": id},
         )
         self._client.shell_channel.send(message)
@@ -79,7 +87,10 @@ def save(path: Path, cells: Sequence[tuple[str, str, int | None]]) -> Path:
 
 @pytest.mark.slow
 def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tmp_path: Path) -> None:
-    counts = {id: kernel.run(id, text) for id, text in [("p", "n = 2"), ("open", OPEN), ("next", NEXT)]}
+    counts = {"p": kernel.run("p", "n = 2")}
+    kernel.run("typo", "m = n +", fails=True)
+    kernel.run("wrong", "import workbench as wb\nm = 3\nwb.open(lr=1e-5)", fails=True)
+    counts |= {id: kernel.run(id, text) for id, text in [("open", OPEN), ("next", NEXT)]}
     counts["gone"] = kernel.run("gone", "lab.report('note', {'x': 1.0})")
     for _ in range(2):
         counts["generate"] = kernel.run("generate", GENERATE.replace("3", "2"))
@@ -100,7 +111,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
             ("new", "lab.name", None),
         ],
     )
-    with pytest.raises(BadInput, match=r"cell 3 .*needs 'batch'.*further down.*--as-run"):
+    with expect_error(BadInput, value="cell 3 .*needs 'batch'", rule="further down", remedy="--as-run"):
         export_notebook(page)
     script = export_notebook(page, tmp_path / "script.py", order="run")
     stages = [line.strip() for line in script.text.splitlines() if "batch =" in line]
@@ -114,6 +125,8 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
         SCORE,
     ]
     assert "lab.report(" in script.text  # its cell has left the page
+    assert "lr=" not in script.text
+    assert "n +" not in script.text
     assert script.text == (tmp_path / "script.py").read_text()
     assert [line for line in script.told if "2 lines, 2 times" in line]
 
@@ -127,6 +140,158 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
         "was run before cell 3",
     ):
         assert line in told, told
+
+
+INTERRUPTIBLE = """import builtins
+def pause(batch):
+    if getattr(builtins, "stop_at", 0) == lab.iteration:
+        builtins.stop_at = 0
+        raise KeyboardInterrupt
+    return batch
+ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=3))
+ppo.insert(pause, after="generate_sequences")"""
+PANEL = """import threading
+def press(action):
+    thread = threading.Thread(target=stepper.act, args=(action, {}))
+    thread.start(); thread.join(); stepper.driver.wait()
+    assert not stepper.driver.error, stepper.driver.error
+stepper = lab.panel(algorithm=ppo).views["stepper"]
+stepper.iterations = 2"""
+OTHER = "stepper.algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=wb.Sampling(max_new_tokens=2))"
+LOOP = "total = 0\nfor turn in range(5):\n    ppo.iterate()\n    total += turn  # of the loop"
+BY_HAND = """for turn in range(4):
+    batch = lab.prompts.next(4)
+    batch = lab.actor.generate_sequences(batch, max_new_tokens=2)
+    batch = pause(batch)
+    batch = lab.actor.compute_log_prob(batch)"""
+
+
+def press(kernel: Kernel, action: str) -> None:
+    """A button of the stepper, as the panel presses it, in a request that is no cell."""
+    kernel.run("", f"press({action!r})", recorded=False)
+
+
+def stop_at(kernel: Kernel, iteration: int) -> None:
+    kernel.run("", f"import builtins; builtins.stop_at = {iteration}", recorded=False)
+
+
+def metrics_agree(folder: Path, script: str) -> None:
+    """Run a script as a program, and compare what its stages report with what the notebook's did, to the last bit."""
+    (folder / "script.py").write_text(script)
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "WORKBENCH_OPEN": json.dumps({"runs": str(folder / "again")})}
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] + script
+    proof = compare_runs(folder / "runs", folder / "again")
+    assert proof.ok and proof.tolerance == 0, f"{proof}\n{script}"
+    assert set(proof.table["verdict"]) == {"equal"}, f"{proof}\n{script}"
+
+
+@pytest.mark.slow
+def test_what_a_panel_ran_and_what_was_interrupted_is_in_the_script(kernel: Kernel, tmp_path: Path) -> None:
+    cells = [("open", OPEN), ("ppo", INTERRUPTIBLE)]
+    for id, text in cells:
+        kernel.run(id, text)
+    kernel.run("", PANEL, recorded=False)
+    press(kernel, "run")
+    kernel.run("one", "ppo.run(1)")
+    for action in ("step", "step", "step", "iterate", "step", "step", "restart"):
+        press(kernel, action)
+    kernel.run("look", "lab.iteration, ppo.clip")
+    page = save(tmp_path / "page.ipynb", [(id, text, 1) for id, text in [*cells, ("one", "ppo.run(1)"),
+                ("look", "lab.iteration, ppo.clip")]])  # fmt: skip
+    for order in ("written", "run"):
+        script = export_notebook(page, order=order)
+        lines = [line.strip() for line in script.text.splitlines() if "ppo." in line and "insert" not in line]
+        assert lines == ["ppo.run(2)", "ppo.run(1)", "ppo.iterate()",
+                         "ppo.step()  # prompts, generate_sequences", "ppo.restart()"], script.text  # fmt: skip
+        assert "# by the panel, not by a cell\n    ppo.run(2)" in script.text
+        assert [line for line in script.told if line.startswith("the panel, after cell 2")]
+    kernel.run("", OTHER, recorded=False)
+    press(kernel, "iterate")
+    # interrupted: iteration 9 after two stages, which the next run goes on with, and 13 in a loop over iterations
+    stop_at(kernel, 9)
+    kernel.run("ten", "history = ppo.run(10)", fails=True)
+    kernel.run("more", "ppo.run(2)")
+    stop_at(kernel, 13)
+    kernel.run("loop", LOOP, fails=True)
+    kernel.run("rest", "ppo.restart()")
+    stop_at(kernel, 16)
+    kernel.run("hand", BY_HAND, fails=True)
+    stop_at(kernel, 17)
+    kernel.run("last", "ppo.run(1)", fails=True)
+    kernel.run("close", CLOSE)
+    script = export_notebook(page, order="run", runs=(tmp_path / "runs" / "recorded").iterdir())
+    metrics_agree(tmp_path, script.text)
+    assert not [line for line in script.told if "not in" in line], script.told
+
+
+WRONG = "import workbench as wb\nn = 2\nlab = wb.open(lr=1e-5)\nm = 3"
+OPENED = "import workbench as wb\nlab = wb.open('a')\n"
+FAILED = "cell 1 (In [1]) failed at `lab = wb.open(lr=1e-5)`, which is not in the script, nor what comes after it"
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "then", "made", "expected"),
+    [
+        (WRONG, (3, 6), OPENED + "lab.prompts.next(n)", False, "n = 2"),
+        (WRONG, (3, 6), OPENED + "lab.prompts.next(m)", False, None),  # another cell needs what comes after it
+        (WRONG, (3, 6), OPENED + "def f(): return m\nlab.prompts.next(n, f)", False, None),
+        (WRONG, (3, 6), OPENED + "lab.prompts.next(n)", True, None),  # it had called something
+        (WRONG, None, OPENED + "lab.prompts.next(2)", False, ""),
+        ("lab = wb.open(lr=1e-5) +", None, OPENED + "lab.prompts.next(2)", False, ""),
+    ],
+)  # fmt: skip
+def test_a_cell_that_failed_before_a_workbench_was_open_is_left_out(
+    tmp_path: Path, text: str, failed: tuple[int, int] | None, then: str, made: bool, expected: str | None
+) -> None:
+    store = TelemetryStore(tmp_path / "run")
+    store.append_event("opened", name="a", placement="")
+    if made:
+        store.append_event("run", cell=1, at=[3, 6], stage="generate_sequences")
+    store.append_event("cell", **asdict(RunCell.of("k", 1, "", text, False, failed)))
+    store.append_event("cell", **asdict(RunCell.of("k", 2, "then", then, True)))
+    page = save(tmp_path / "page.ipynb", [("wrong", text, 1), ("then", then, 2)])
+    script = export_notebook(page, runs=[tmp_path / "run"])
+    told = "\n".join(script.told)
+    assert "cell 1 (In [1]) ended with an error" in told
+    assert ("lr=1e-5" in script.text) == (expected is None)
+    assert ("failed at" in told) == (expected is not None), told
+    if expected:
+        assert FAILED in told
+        assert expected in script.text
+
+    # edited since, it is what was meant
+    edited = text.replace("lr=1e-5", "'b'").rstrip("+ ")
+    page = save(tmp_path / "page.ipynb", [("wrong", edited, 1), ("then", then, 2)])
+    assert 'open("b")' in export_notebook(page, runs=[tmp_path / "run"]).text
+
+
+def test_a_move_of_the_panel_is_kept_where_a_later_cell_attaches(tmp_path: Path) -> None:
+    opens, attaches = (
+        'import workbench as wb\nlab = wb.open("moved")',
+        'import workbench as wb\nlab = wb.attach("moved")',
+    )
+    store = TelemetryStore(tmp_path / "run")
+    store.append_event("opened", name="moved", placement="Placement.of({'a': (1, ['actor'])})")
+    store.append_event("cell", **asdict(RunCell.of("k", 1, "open", opens, True)))
+    placement = "Placement.of({'b': (2, ['actor'])})"
+    store.append_event("move", placement=placement, cell=0, at=None, lab="lab", by="moving to b (started in the panel)")
+    store.append_event("attached", name="moved", placement=placement)
+    store.append_event("cell", **asdict(RunCell.of("l", 1, "attach", attaches, True)))
+    store.append_event("cell", **asdict(RunCell.of("l", 2, "run", "wb.PPO(lab).run(1)", True)))
+    page = save(
+        tmp_path / "page.ipynb", [("open", opens, 1), ("attach", attaches, 1), ("run", "wb.PPO(lab).run(1)", 2)]
+    )
+    for order in ("written", "run"):
+        script = export_notebook(page, order=order, runs=[tmp_path / "run"])
+        assert f'wb.open("moved", placement=wb.{placement})'.replace("'", '"') in script.text, script.text
+        assert ".move(" not in script.text
+        assert not [line for line in script.told if "is in the script" in line]
+        assert [line for line in script.told if "opens with the placement that the panel" in line]
+        steps = export_notebook(page, order=order, runs=[tmp_path / "run"], moves="steps").text
+        assert f"lab.move(wb.{placement})".replace("'", '"') in steps
+        assert steps.index("wb.open(") < steps.index("lab.move(") < steps.index("wb.attach(")
 
 
 def _read(page: Path, folder: Path) -> tuple[Notebook, Record]:
@@ -146,8 +311,8 @@ def test_the_numbers_of_the_page_tell_what_they_can() -> None:
         "cell 2 (In [2]) is stale: cell 1 (In [5]) has made 'a' anew since",
     ]
     assert doubts(Notebook("x", (Cell(1, "a = 1"), Cell(2, "b = a"))), None) == []
-    with pytest.raises(BadInput, match="without a record"):
-        as_run(Notebook("x", cells), Record((), {}))
+    with expect_error(BadInput, value="without a record"):
+        as_run(Notebook("x", cells), Record((), {}), [])
 
 
 def recorded(folder: Path, cells: Sequence[tuple[str, str]]) -> list[Path]:
@@ -190,11 +355,41 @@ def test_stars_of_the_notebook_itself_are_no_mask(tmp_path: Path) -> None:
     assert 'os.environ["NOTE"] = "***"' in export_notebook(page, order="run", runs=[tmp_path / "run"]).text
 
 
+def test_a_record_brings_no_line_and_nothing_for_a_terminal_into_what_is_told(tmp_path: Path) -> None:
+    store = TelemetryStore(tmp_path / "run")
+    store.append_event("cell", **asdict(RunCell.of("k", 1, "gone", "\x1b[2Jn = 1\nm = 2", True)))
+    store.append_event("setting", setting="rate\nnote: all is well\x1b[31m", after=1, by="\ud800")
+    page = save(tmp_path / "page.ipynb", [("use", "n = 1", 1)])
+    (gone, setting) = export_notebook(page, runs=[tmp_path / "run"]).told[:2]
+    assert gone.startswith("In [1] was run") and harmless(gone)
+    assert setting.startswith("rate note: all is well was set to 1 by \\ud800") and harmless(setting)
+
+
 @pytest.mark.parametrize(
     "placement",
-    ["__import__('os').system('x')", "Placement.of({'a': (1, open('x'))})", "Placement.of(", "(lambda: 1)()"],
+    [
+        "__import__('os').system('x')",
+        "Placement.of({'a': (1, open('x'))})",
+        "Placement.of(",
+        "(lambda: 1)()",
+        "-" * 100_000 + "1",
+        "1+" * 50_000 + "1",
+        "Placement.of({'a': (1, ['b'])}); open('x')",
+    ],
 )
 def test_a_record_brings_no_code_into_a_script(placement: str) -> None:
-    assert _expression(placement) is None
+    assert expression(placement) is None
     good = "Placement.of({'shared': (2, ['actor', 'critic'])})"
-    assert _expression(good) == f"wb.{good}"
+    assert expression(good) == f"wb.{good}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ordr": "run"}, r"it takes notebook.*write order= \(the nearest\)"), ({"order": "rn"}, "write order='run'"),
+        ({"used": "no"}, "True or False"), ({"runs": "run"}, "a list of names"),
+    ],
+)  # fmt: skip
+def test_options_of_an_export_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        export_notebook(save(tmp_path / "page.ipynb", [("use", "n = 1", 1)]), **options)

@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,30 @@ SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 # what is public by its name, and which part of the package calls it: nothing that a cell is told to call
 INTERNAL = {
     "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
-    "Batch": "after check_beside copies derive is_of known_as makers need part promise ready settle take_over twin "
-    "wait_for_makers with_columns with_made",
-    "Algorithm": "define finish go_back go_on load_state need on_policy position state",
+    "Batch": "after check_beside copies derive is_of known_as leave_out makers need part promise ready settle "
+    "take_over twin wait_for_makers with_columns with_made",
+    "Algorithm": "change_argument define finish go_back go_on load_state need on_policy position rollouts state",
     "WorkerGroup": "become delegate place take_back take_edits",
-    "PromptStream": "go_back",
+    "PromptStream": "ahead begin go_back go_on kept",
+    "Buffer": "age choose count forget_unmade load put_back state take_out",
     "ExampleStream": "check take_up",
     "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled generating of",
     "Generation": "rows_at_once",
     "operations": "measure_gradient publish_weights take_weights",
-    "objectives": "effective_sample_size",  # of sums, which may be nan
+    "objectives": "effective_sample_size clips_in_effect second_moment_cut",  # of sums, or of checked values
 }
 # what takes long, or changes the workbench, when all of its arguments are right: one of them always is of a wrong type
 SLOW = {
-    "lab": "add calibrate check close compare debug drop end evaluate export load move panel predict recover "
-    "refresh_reference reload resize save suggest track wait autoreload",
-    "algo": "run iterate step",
+    "lab": "add calibrate check close compare conversation debug drop end evaluate export load move panel predict "
+    "recover refresh_reference reload resize save serve suggest track wait autoreload",
+    "algo": "draw_ahead run iterate step",
     "group": "move relayout",
-    "wb": "open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol "
+    "wb": "sweep open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol "
     "sandbox.run_python sandbox.passes_tests",
     "batch": "save",
+    "toolbox": "python",
+    "adapters": "mcp_tools",
 }
 
 
@@ -73,6 +76,8 @@ class Call:
             return dict(self.function.operation.hints)
         if isinstance(self.function, type):
             return hints_of(self.function)
+        if isinstance(self.function, partial):  # an assignment, which checks by itself
+            return {}
         return hints_of(getattr(self.function, "__func__", self.function))
 
     @property
@@ -97,6 +102,7 @@ def public(owner: Any, internal: str = "") -> list[str]:
 
 def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: Path) -> dict[str, list[Any]]:
     """Values for parameters by name; "CALL.parameter" stands for one call alone."""
+    evaluation = lab.evaluate("arithmetic", n=1, samples=1, sampling=wb.Sampling(max_new_tokens=2))
     return {
         "n": [1, 2], "rows": [[0], [1, 0], range(2)], "columns": [["prompt"], ("prompt_ids", "prompt_uid")],
         "column": ["prompt_uid", "prompt"], "lengths.column": ["response_ids"], "drop.columns": ["prompt"],
@@ -115,18 +121,36 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "source": [[{"prompt": "a", "response": "b"}]],
         "lab.feedback.source": [[{"prompt": "a", "response": "b", "label": True}]],
         "lab.pairs.source": [[{"prompt": "a", "chosen": "b", "rejected": "c"}]], "table": [{"prompt": ["a", "b"]}],
-        "keep": [[True] * batch.rows], "tracker": ["tensorboard"], "output": [str(folder / "script.py")],
+        "keep": [[True] * batch.rows],
+        "draw.keep": [False], "groups": [1], "max_staleness": [0, 2], "older_than": [0],
+        "tracker": ["tensorboard"], "output": [str(folder / "script.py")],
         "iterations": [1], "after": ["prompts"], "main": [lambda: None], "models": [SIZES], "hardware": ["a100-80g"],
         "workload": ["ppo"], "protocol": ["DP_PROTO"], "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"],
         "wb.stop.name": ["nobody"], "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]],
-        "prompt": ["1+1="], "program": ["print(1)"], "tests": ["assert True"],
-        "reweigh.weights": [{"a": 1.0}],
+        "prompt": ["1+1="], "lab.prompts.ledger.by": ["prompt", "version"],
+        "lab.prompts.show.prompt": ["1+1=", {"prompt": "a"}],
+        "program": ["print(1)"], "tests": ["assert True"],
+        "wb.dial.lab": [lab], "wb.model_card.run": [lab], "wb.model_card.role": ["actor"],
+        "instruction_id_list": [["punctuation:no_comma"]],
+        "curves.metrics": ["generate_sequences/response_tokens/mean"], "wb.diff.a": [lab],
+        "wb.sweep.name": ["mine"], "train": [lambda seed: 1.0], "wb.sweep.arms": [{"a": {}}],
+        "wb.diff.b": [lab, str(lab.run_folder)],
+        "reweigh.weights": [{"a": 1.0}], "compute_reward.weights": [None],
+        "rubric": ["{response}"], "model": ["tiny-qwen2"],
+        "one": ["prompt_uid"], "two": ["finished"], "row": ["1+1="],
         "limits": [{"timeout_s": 1.0}], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
+        "group_diversity.prompt": [["1+1="]], "group_diversity.response": [["2"]], "response_ids": [[[1, 2]]],
+        "expression": ["1 + 1"], "corpus": [["a text"]],
+        "make": ["FrozenLake-v1"], "url": ["http://localhost:8000"], "action": ["message"],
+        "command": [["python", "server.py"]],
+        "toolbox.search.name": ["search"], "code": ["print(1)"], "tools": [[wb.toolbox.calculator]],
+        "group_length.prompt": [["1+1="]], "group_length.response": [["2"]],
         "standalone.devices": [{"actor": 1}], "rename.names": [{"prompt": "question"}],
         "replace.stage": ["update_actor"], "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"],
         "insert.after": ["nothing"], "add.role": ["actor"], "kept.roles": ["actor"], "options": [{}],
         # of objectives: [rows, tokens], [rows], [samples]
-        "mask_BT": [MASK], "x_BT": [ONE_ROW], "how": ["token-mean"], "denominator": [torch.tensor(3.0), 3.0],
+        "mask_BT": [MASK], "ends_BT": [MASK], "x_BT": [ONE_ROW], "rewards_BT": [ONE_ROW],
+        "normalised_S": [torch.ones(int(MASK.sum()))], "how": ["token-mean"], "denominator": [torch.tensor(3.0), 3.0],
         "max_response_tokens": [3], "level": ["token"], "correction": [wb.Correction()], "effective": [0.5],
         "reference": [1.0], "scores": [torch.ones(1)], "beta": [0.1], "kind": ["k1"], "gamma": [1.0], "lam": [0.9],
         "lengths_B": [torch.tensor([3])], "longest": [8], "buffer": [2], "returns": [torch.tensor([3.0, 6.0, 14.0])],
@@ -136,6 +160,9 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "horizon": [100], "multiplier": [1.0], "mean_cost": [0.5], "limit": [0.0], "learning_rate": [0.1],
         "bounds": [(0.1, 2.0)], "policy_loss.kind": ["ppo"], "clips.kind": ["ppo"],
         "kl_loss.kind": ["k3_corrected"], "tokens": [2],
+        "random_ends.seeds": [[1]],
+        "evaluate.answer": [None, len], "evaluate.select": [None, "role"], "compare_evaluations.a": [evaluation],
+        "compare_evaluations.b": [evaluation], "of": ["reward", "passed"],
         "samples": [4], "evaluate.samples": [1], "passed": [2], "k": [2], "successes": [1.0], "trials": [2.0],
         "chosen_P": [torch.ones(2)], "rejected_P": [torch.zeros(2)], "ref_chosen_P": [torch.ones(2)],
         "ref_rejected_P": [torch.zeros(2)], "log_prob_B": [torch.zeros(2)],
@@ -146,7 +173,9 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "token_rewards_BT": [ONE_ROW], "values_BT": [ONE_ROW],
         "log_prob_BT": [-ONE_ROW.abs()], "ref_log_prob_BT": [-ONE_ROW.abs()], "old_log_prob_BT": [-ONE_ROW.abs()],
         "rollout_log_prob_BT": [-ONE_ROW.abs()], "advantages_BT": [ONE_ROW], "cost_advantages_BT": [ONE_ROW],
-        "old_values_BT": [ONE_ROW], "returns_BT": [ONE_ROW],
+        "old_values_BT": [ONE_ROW], "returns_BT": [ONE_ROW], "held_back_BT": [MASK],
+        "log_prob_N": [-torch.ones(2)], "advantages_N": [torch.ones(2)], "covariances_N": [torch.tensor([2.0, 0.5])],
+        "held_back.loss": [wb.KLCov(), wb.ClipCov()], "draws": [torch.Generator()],
     }  # fmt: skip
 
 
@@ -159,7 +188,7 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
         ("lab", lab, INTERNAL["Workbench"]), ("batch", batch, INTERNAL["Batch"]),
         ("algo", algorithm, INTERNAL["Algorithm"]), ("Placement", wb.Placement.colocate(), ""),
         ("lab.prompts", lab.prompts, INTERNAL["PromptStream"]), ("examples", examples, INTERNAL["ExampleStream"]),
-        ("group", lab.actor, INTERNAL["WorkerGroup"]),
+        ("group", lab.actor, INTERNAL["WorkerGroup"]), ("lab.buffer", lab.buffer, INTERNAL["Buffer"]),
     ]  # fmt: skip
     found = [
         _call(f"{called}.{name}", getattr(owner, name), values)
@@ -174,14 +203,39 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
             if name not in INTERNAL["operations"].split()
         ]
     found.append(_call("lab.compute_advantages", lab.compute_advantages, values))
+    found.append(_call("lab.conversation", lab.conversation.__call__, values))
+    found += [
+        _call("lab.history.changes", lab.history.changes, values),
+        _call("timeline.sums", lab.timeline().sums, values),
+    ]
+    for name in ("limit_bytes", "limit_batches"):
+        found.append(Call(f"store.{name}", partial(setattr_of, lab.store, name), {"value": [10**9]}))
+    found.append(Call("buffer.priority", partial(setattr_of, lab.buffer, "priority"), {"value": [None, len]}))
+    for name, value in (("order", [None, lambda ledger: ledger]), ("threshold", [1.0, 0.5])):
+        found.append(Call(f"lab.prompts.{name}", partial(setattr_of, lab.prompts, name), {"value": value}))
     found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("open", "attach", "restore", "stop", "ls")]
-    found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol", "batched")]
+    runs = wb.runs(str(lab.run_folder.parents[1]))
+    found += [
+        _call(f"wb.{name}", getattr(wb, name), values) for name in ("runs", "dial", "diff", "sweep", "model_card")
+    ]
+    found += [_call(f"runs.{name}", getattr(runs, name), values) for name in ("arms", "curves", "differing")]
+    found += [
+        _call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol", "batched", "Judge", "Tools")
+    ]
     found.append(_call("wb.script.run", wb.script.run, values))
     found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in ("search", "predict", "simulate")]
     found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]
-    found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in ("arithmetic", "gsm8k")]
+    verifiers = ("arithmetic", "gsm8k", "math", "code", "format", "instructions", "group_diversity", "group_length")
+    found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in verifiers]
+    found += [_call(f"adapters.{n}", getattr(wb.adapters, n), values) for n in ("Gymnasium", "OpenEnv", "mcp_tools")]
+    found += [_call(f"toolbox.{n}", getattr(wb.toolbox, n), values) for n in ("calculator", "search", "python")]
     found += [_call(f"objectives.{f.__name__}", f, values) for f in objectives()]
     return found
+
+
+def setattr_of(owner: Any, name: str, value: Any, **_: Any) -> None:
+    """Assign a field, as a call; it has no other arguments."""
+    setattr(owner, name, value)
 
 
 def objectives() -> Iterator[Callable[..., Any]]:

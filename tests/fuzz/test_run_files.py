@@ -15,6 +15,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.fuzz.damage import cases, cut_and_flipped
 from workbench.backends import journal_file
+from workbench.comparisons.run_folder import RunFolder
 from workbench.data.sources import read_rows
 from workbench.errors import BadInput, WorkbenchError
 from workbench.export.recorded import read_record
@@ -36,6 +37,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     with tiny_lab("files", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
         lab.report("mine", {"mean": 1.5})
+        lab.telemetry.append_settings("PPO", 1, {"clip": 0.2, "stop": ["a"]})
         lab.telemetry.append_transfers([MOVED, MOVED])
         lab.reward.compute_reward(batch)
         yield lab
@@ -45,6 +47,7 @@ FRAMES: dict[str, Callable[[TelemetryStore], Any]] = {
     "spans": lambda store: (store.spans(), store.spans(1), store.chrome_trace(store.folder / "trace.json")),
     "transfers": lambda store: (store.transfers(), store.transfer_sums.frame(None)),
     "syncs": TelemetryStore.syncs, "metrics": TelemetryStore.metrics, "memory": TelemetryStore.memory,
+    "settings": lambda store: RunFolder(store.folder).changes(),
     "events": lambda store: (store.events(), store.lives(), read_record([store.folder])),
 }  # fmt: skip
 

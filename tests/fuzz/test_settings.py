@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.calculator import Calculator
 from tests.cases import TINY, tiny_lab
 from tests.fuzz.values import FIXED, VALUES, fits
 from workbench.algorithms import ALGORITHMS
@@ -32,7 +33,9 @@ class MyTraining(wb.Training):
 
 SETTINGS: dict[Any, dict[str, Any]] = {
     wb.Training: {}, MyTraining: {}, wb.Generation: {}, wb.Sampling: {}, wb.LoRA: {}, wb.Correction: {},
-    wb.Precision: {}, wb.Layout: {}, wb.Model: {"name": "tiny-llama"},
+    wb.KLCov: {}, wb.ClipCov: {}, wb.Context: {"max_tokens": 640}, wb.Precision: {}, wb.Layout: {},
+    wb.ChatFormat: {},
+    wb.Model: {"name": "tiny-llama"},
 }  # fmt: skip
 # fields -> what an operation that is given their value calls it in its error
 PASSED_ON = {"reward": "function=", "cost": "function=", "pretrain": "column"}
@@ -95,4 +98,5 @@ def test_settings(kind: Any) -> None:
 def test_algorithms(name: str, lab: wb.Workbench, streams: dict[str, ExampleStream]) -> None:
     kind = getattr(wb, name)
     needed = {field: stream for field, stream in streams.items() if field in inspect.signature(kind).parameters}
-    try_values(kind, {"lab": lab, **needed})
+    talks = {"sampling": wb.Sampling(environment=Calculator)} if name == "ArCHer" else {}
+    try_values(kind, {"lab": lab, **needed, **talks})

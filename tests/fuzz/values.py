@@ -26,11 +26,36 @@ class Unprintable:
         raise RuntimeError("half made")
 
 
+class Exits:
+    """Its `repr` ends the process."""
+
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
+class Floods:
+    """Its `repr` is long, and a terminal would obey it."""
+
+    def __repr__(self) -> str:
+        return "\x1b]0;owned\x07\x9b2J" + "x" * 10**5
+
+
+class Refuses:
+    """Whatever is asked of it raises."""
+
+    def refuse(self, *given: Any) -> Any:
+        raise RuntimeError("no")
+
+    __eq__ = __bool__ = __len__ = __iter__ = __float__ = __int__ = __index__ = __str__ = __getitem__ = refuse
+    __hash__ = __lt__ = __contains__ = __array__ = refuse
+
+
 FIXED = (
     None, True, False, math.nan, math.inf, -math.inf, 10**30, -(10**30), 10**400, 10**5000, -(10**5000), 1j,
     Fraction(1, 2), Fraction(10**400), Decimal("0.5"), np.True_, np.float32(0.5), np.float64("nan"), np.longdouble(0.5),
     np.array([1.0, 2.0]), np.array([]), torch.tensor(1.0), torch.tensor([1, 2]), lambda: None, vowels, object(), int,
-    Unprintable, Unprintable(), [Unprintable()], (0.5, 0.9), {0.1, 0.9}, [0.5, 10**5000], (1, "x"), {1: 0.5},
+    Unprintable, Unprintable(), [Unprintable()], Exits(), [Exits()], Floods(), {"a": Floods()}, Refuses(), [Refuses()],
+    (0.5, 0.9), {0.1, 0.9}, [0.5, 10**5000], (1, "x"), {1: 0.5},
     {"a": Unprintable()}, range(3), Path("x"), wb.Sampling(), wb.Correction(), wb.LoRA(), wb.Training(), "k1",
     "constant", "torch", "ppo", "grpo", "float32", "",
 )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, tiny_lab
-from workbench.backends.cluster import running_head
+from workbench.backends.cluster import running_head, stop_head
 from workbench.errors import WorkbenchError
 
 MIB = 2**20
@@ -124,6 +124,7 @@ def opening(disk: Path) -> None:
         filler.unlink()
         lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2))
         assert batch.rows == 1
+    stop_head()  # its home goes with the disk: nobody else would find it
 
 
 def exporting(disk: Path) -> None:

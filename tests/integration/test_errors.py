@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.errors import RewardError, RolloutError, StageError, StageTimeout
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
@@ -77,13 +78,13 @@ def batch(lab: wb.Workbench) -> wb.Batch:
 
 
 def test_equal_errors_of_ranks_are_one_and_others_are_told_apart(lab: wb.Workbench, batch: wb.Batch) -> None:
-    with pytest.raises(StageError, match=r"critic.score failed on rank 0, 1: FloatingPointError: rank 0") as caught:
+    with expect_error(StageError, value="critic.score failed on rank 0, 1: FloatingPointError: rank 0") as caught:
         lab.critic.score(batch, ranks=(0, 1))
     assert caught.value.failure is not None
     text = "\n".join(caught.value.failure.lines())
     assert text.count("raise FloatingPointError") == 1
     assert "on ranks 0, 1:" in text and "on rank 1: rank 1: [" in text
-    with pytest.raises(StageError, match=r"critic.score failed on rank 1: FloatingPointError") as caught:
+    with expect_error(StageError, value="critic.score failed on rank 1: FloatingPointError") as caught:
         lab.critic.score(batch, ranks=(1,))
     (note,) = caught.value.__notes__
     assert "in score" in note and "host.py" not in note
@@ -123,7 +124,7 @@ def test_a_function_an_environment_and_an_update_are_replayed(lab: wb.Workbench,
     def broken(prompt: str, response: str, **row: Any) -> float:
         return 1 / 0 if prompt == prompts[3] else 1.0
 
-    with pytest.raises(RewardError, match=r"failed on rank 1: .*ZeroDivisionError"):
+    with expect_error(RewardError, value="failed on rank 1: .*ZeroDivisionError"):
         lab.reward.compute_reward(batch, function=broken)
     with pytest.raises(ZeroDivisionError) as caught:
         lab.debug()
@@ -133,14 +134,14 @@ def test_a_function_an_environment_and_an_update_are_replayed(lab: wb.Workbench,
         frames.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
     assert frames[-1] == "broken"
-    with pytest.raises(RolloutError, match="step of environment Breaks"):
+    with expect_error(RolloutError, value="step of environment Breaks"):
         lab.actor.generate_sequences(
             batch, environment=Breaks, max_new_tokens=40, stop_token_ids=tuple(range(8, 264, 3))
         )
     with pytest.raises(LookupError, match="after"):
         lab.debug()
     digests = lab.critic.weight_digests()
-    with pytest.raises(StageError, match="FloatingPointError: learned") as learned:
+    with expect_error(StageError, value="FloatingPointError: learned") as learned:
         lab.critic.learn(batch)
     assert lab.critic.weight_digests() != digests
     with pytest.raises(FloatingPointError, match="learned") as again:
@@ -148,7 +149,7 @@ def test_a_function_an_environment_and_an_update_are_replayed(lab: wb.Workbench,
     steps = [str(error.value).partition("after ")[2].partition(" steps")[0] for error in (learned, again)]
     assert int(steps[1]) == int(steps[0]) + 2  # from the state as it is now, optimizer and all
     lab.forget_error()
-    with pytest.raises(wb.errors.NotFound, match="no stage of 'errors' has failed"):
+    with expect_error(wb.errors.NotFound, value="no stage of 'errors' has failed"):
         lab.debug()
 
 
@@ -159,16 +160,18 @@ def test_a_stage_past_its_time_is_given_up_and_the_pool_goes_on(
         time.sleep(60)
         return 1.0
 
-    with pytest.raises(StageTimeout, match=r"compute_reward took longer than timeout_s=1\. rank 0 was at .*; rank 1"):
+    with expect_error(
+        StageTimeout, value="compute_reward took longer than timeout_s=1", rule="rank 0 was at .*; rank 1"
+    ):
         lab.reward.compute_reward(batch, function=hangs, concurrency=1, timeout_s=1)
     assert lab.last_error().stage == "compute_reward"
     assert lab.reward.compute_reward(batch).rows == 4  # its ranks have left the calls of the function
     gate = tmp_path / "gate"
     late = lab.critic.linger.submit(batch, gate=str(gate), timeout_s=0.5)
     behind = lab.reward.compute_reward.submit(batch, timeout_s=0.2)
-    with pytest.raises(StageTimeout, match=r"timeout_s=0\.5"):
+    with expect_error(StageTimeout, value=r"timeout_s=0\.5"):
         late.result()
-    with pytest.raises(StageTimeout, match=r"it waited for pool .* given up"):
+    with expect_error(StageTimeout, rule="it waited for pool .* given up"):
         behind.result()
     gate.touch()
     assert lab.reward.compute_reward(batch).rows == 4

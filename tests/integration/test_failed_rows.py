@@ -17,6 +17,7 @@ import torch
 import workbench as wb
 from tests.calculator import Calculator, sums
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, RewardError, RolloutError, UnknownColumn, UpstreamError
 
@@ -89,7 +90,7 @@ def test_one_failure_among_32_costs_one_row_and_the_second_call_asks_that_one(
 def test_too_many_failures_fail_the_stage_and_lose_nothing(
     lab: wb.Workbench, rollouts: wb.Batch, tmp_path: Path
 ) -> None:
-    with pytest.raises(RewardError, match=r"service raised ConnectionError: HTTP 503 for row 13 on rank 0") as caught:
+    with expect_error(RewardError, value="service raised ConnectionError: HTTP 503 for row 13 on rank 0") as caught:
         lab.reward.compute_reward(rollouts, function=counting(tmp_path, unavailable), concurrency=1, most_failed=0)
     asked = calls_in(tmp_path)
     assert 14 <= len(asked) < 32  # no more calls are paid for in vain
@@ -133,7 +134,7 @@ def exits(number: str) -> None:
     ("bad", "rows", "error"),
     [
         (crashes, [5], "ended its process with exit code 3"),
-        (hangs, [5, 6], "took more than 0.5 s"),
+        (hangs, [5, 6], "took more than 0.5 s; raise call_timeout_s, or mend the function"),
         (eats, [5], "raised MemoryError"),
         (exits, [5], "raised SystemExit: bye"),
     ],
@@ -195,7 +196,7 @@ def test_functions_in_their_host_fail_alone_too(lab: wb.Workbench, rollouts: wb.
 
 def test_overlap_reaches_the_consumer_and_keeps_the_rows(lab: wb.Workbench, rollouts: wb.Batch, tmp_path: Path) -> None:
     run = lab.reward.compute_reward.submit(rollouts, function=counting(tmp_path, unavailable), most_failed=0)
-    with pytest.raises(UpstreamError, match="HTTP 503"):
+    with expect_error(UpstreamError, rule="HTTP 503"):
         lab.compute_advantages(run, estimator="grpo")
     with pytest.raises(RewardError) as caught:
         run.result()
@@ -211,6 +212,14 @@ def test_wrong_arguments_are_refused_before_any_call(lab: wb.Workbench, rollouts
     for arguments in wrong:
         with pytest.raises((BadInput, UnknownColumn)):
             lab.reward.compute_reward(rollouts, **arguments)
+
+
+def test_where_no_row_failed_none_is_asked(lab: wb.Workbench, rollouts: wb.Batch, tmp_path: Path) -> None:
+    """A cell that asks the failed rows again may be run again, also in a script in which none fails."""
+    scored = lab.reward.compute_reward(rollouts, function=vowels)
+    again = lab.reward.compute_reward(scored, function=counting(tmp_path), only=scored.failed())
+    assert list(tmp_path.iterdir()) == [] and again.failed().empty
+    assert column(again, "rewards").equal(column(scored, "rewards"))
 
 
 # --- components -------------------------------------------------------------------------------------------------------
@@ -263,11 +272,11 @@ def test_rows_that_are_asked_again_have_the_components_of_the_others(
     ):  # fmt: skip
         with pytest.raises(BadInput, match=f"only= with {said}, of a batch with components format, right"):
             lab.reward.compute_reward(scored, function=function, only=scored.failed())
-    with pytest.raises(BadInput, match=r"only= with components right, of a batch with no components"):
+    with expect_error(BadInput, value="only= with components right, of a batch with no components"):
         lab.reward.compute_reward(lab.reward.compute_reward(rollouts), function={"right": noted}, only=[4])
     costs = lab.reward.compute_reward(rollouts, function={"right": right})
     again = lab.reward.compute_reward(costs, function=number_of)
-    with pytest.raises(BadInput, match=r'batch\.drop\("rewards/right"\)'):
+    with expect_error(BadInput, remedy=r'batch\.drop\("rewards/right"\)'):
         lab.reward.compute_reward(again, function=noted, only=[4])
     assert not calls_in(tmp_path)
     mended = lab.reward.compute_reward(again.drop("rewards/right"), function=lambda prompt, response: 7.0, only=[4])
@@ -344,8 +353,8 @@ def test_an_outcome_and_a_process_reward_are_added_at_the_last_token_of_the_poli
     sums = [float(row.sum()) for row in column(advantages, "token_rewards").rows()]
     assert sums == pytest.approx([sum(row) for row in expected(1.0, None)])
     # a row that is asked again gives what the rows that stay have
-    with pytest.raises(
-        RewardError, match=r"number_of returned 4.0 for row 4 .* several a row are in .*'rewards/process'"
+    with expect_error(
+        RewardError, value="number_of returned 4.0 for row 4 .* several a row are in .*'rewards/process'"
     ):
         lab.reward.compute_reward(scored, function={"outcome": number_of, "process": number_of}, only=[4])
 
@@ -403,9 +412,9 @@ def test_functions_of_a_group_and_of_the_batch(lab: wb.Workbench, rollouts: wb.B
     assert column(scored, "rewards/place").tolist() == [row / 32 for row in range(32)]
     one = lab.reward.compute_reward(scored, function={"spread": place, "place": place}, only=[9])
     assert column(one, "rewards/spread")[9] == 9 / 32 and one.failed().row.tolist() == [8, 10, 11]
-    with pytest.raises(BadInput, match="prompt_uid"):
+    with expect_error(BadInput, value="prompt_uid"):
         lab.reward.compute_reward(rollouts.drop("prompt_uid"), function=spread)
-    with pytest.raises(RewardError, match=r"returned 1.0 for 32 rows"):
+    with expect_error(RewardError, value="returned 1.0 in place of 32 scores for row 0"):
         lab.reward.compute_reward(rollouts, function=wb.batched(over="batch")(lambda prompt, response: 1.0))
 
 

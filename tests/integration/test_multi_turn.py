@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="compares fp32 engines on the CPU"),
 ]
+
+
+class Endless(Calculator):
+    """Goes on until turns run out."""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        return *super().step(response)[:2], False
 
 
 class Strict(Calculator):
@@ -51,12 +59,33 @@ def conversations(lab: wb.Workbench) -> list[Any]:
     ]
 
 
+def by_hand(lab: wb.Workbench) -> list[Any]:
+    """The turns of a chat: two, the first one edited, and forks behind it."""
+    chat = lab.conversation("1+2=", sampling=wb.Sampling(**sums(environment=Endless, max_turns=4)), seed=3)
+    chat.step()
+    chat.step()
+    chat.edit(0, "4+5=")
+    assert chat.path[0].answer == "9;"
+    fork = chat.fork(3)
+    turns = [(turn.parent, [*turn.token_ids], [*turn.answer_ids], turn.reward) for turn in chat.tree.turns]
+    return [turns, list(fork.returns), fork.endings]
+
+
 def test_two_ranks_converse_as_one_does(tmp_path: Path) -> None:
     models: dict[str, Any] = {"actor": TINY}
     with tiny_lab("inline", tmp_path, backend="inline", models=models) as lab:
-        expected = conversations(lab)
-    with tiny_lab("two", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:
-        assert conversations(lab) == expected
+        expected = conversations(lab), by_hand(lab)
+    placement = wb.Placement.of({"shared": (2, ["actor"]), "environments": (3, ["environment"])})
+    with tiny_lab("two", tmp_path, placement=placement, devices=2, models=models) as lab:
+        assert (conversations(lab), by_hand(lab)) == expected
+        below = [below_host(int(process)) for process in lab.topology()["process"]]
+        assert sorted(below) == [1, 2]  # the processes of environments are dealt to the ranks
+
+
+def below_host(process: int) -> int:
+    """How many processes of user functions a host has."""
+    children = psutil.Process(process).children()
+    return sum("workbench.support.calls.server" in " ".join(child.cmdline()) for child in children)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")

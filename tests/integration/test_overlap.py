@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import RewardError, StageInterrupted, UnknownColumn, UpstreamError
 
@@ -118,14 +119,16 @@ def test_what_needs_a_failed_stage_names_the_first_cause(lab: wb.Workbench) -> N
     generated = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
     scored = lab.reward.compute_reward.submit(lab.critic.compute_values.submit(generated), function=broken)
     advantages = lab.compute_advantages.submit(lab.actor.compute_log_prob.submit(scored))
-    with pytest.raises(UpstreamError, match=r"compute_advantages was not run.*reward.compute_reward .*LookupError"):
+    with expect_error(
+        UpstreamError, value="compute_advantages was not run", rule="reward.compute_reward .*LookupError"
+    ):
         advantages.result()
     assert scored.batch is not None
-    with pytest.raises(RewardError, match="no such verifier"):
+    with expect_error(RewardError, value="no such verifier"):
         scored.batch.df()
-    with pytest.raises(UnknownColumn, match="'values'"):  # known before anything runs
+    with expect_error(UnknownColumn, value="'values'"):  # known before anything runs
         lab.compute_advantages.submit(lab.reward.compute_reward.submit(generated))
-    with pytest.raises(RewardError, match="no such verifier"), lab.overlap():
+    with expect_error(RewardError, value="no such verifier"), lab.overlap():
         lab.actor.compute_log_prob(lab.reward.compute_reward(generated, function=broken))
     assert lab.scheduler.open_runs() == ()
 
@@ -139,14 +142,14 @@ def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> N
     bystander = lab.actor.compute_log_prob.submit(waiting)  # does not read what is being made
     assert waiting.cancel()
     assert waiting.state == "cancelled"
-    with pytest.raises(UpstreamError, match=r"compute_advantages was not run.*compute_values was cancelled"):
+    with expect_error(UpstreamError, value="compute_advantages was not run", rule="compute_values was cancelled"):
         consumer.result()
     assert bystander.result().part(["old_log_prob"])[0]["old_log_prob"].owner == "actor"
     for read in (waiting.result, lambda: waiting.batch and waiting.batch.df()):
-        with pytest.raises(UpstreamError, match="compute_values was not run: it was cancelled"):
+        with expect_error(UpstreamError, value="compute_values was not run: it was cancelled"):
             read()
     assert under_way.cancel()  # its ranks leave it, in the middle of a call of the function
-    with pytest.raises(StageInterrupted, match=r"compute_reward was interrupted\. things are as before the stage"):
+    with expect_error(StageInterrupted, value="compute_reward was interrupted", rule="things are as before the stage"):
         under_way.result()
     gate.touch()
     assert not under_way.cancel()
@@ -178,7 +181,7 @@ def test_closing_wakes_who_waits(lab: wb.Workbench, tmp_path: Path) -> None:
     under_way = lab.reward.compute_reward.submit(generated, function=slow_until(tmp_path / "never"), concurrency=1)
     waiting = lab.critic.compute_values.submit(generated)
     lab.close()
-    with pytest.raises(UpstreamError, match="the workbench was closed"):
+    with expect_error(UpstreamError, value="the workbench was closed"):
         under_way.result()
-    with pytest.raises(UpstreamError, match="was cancelled"):
+    with expect_error(UpstreamError, value="was cancelled"):
         waiting.result()

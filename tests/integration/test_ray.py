@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.display import Progress
 from workbench.errors import HostDied, MissingDependency, NameTaken, NotDriving, RewardError, StageError
@@ -122,6 +124,30 @@ def test_vllm_samples_from_the_weights_that_deepspeed_trained(full: wb.Workbench
     assert history["update_actor/optimizer_steps"].tolist() == [2, 4, 6]
 
 
+def test_a_conversation_by_hand_on_two_ranks_of_vllm(full: wb.Workbench) -> None:
+    stops = tuple(range(3, 250, 2))
+    given = wb.Sampling(environment=Counting, max_turns=4, max_new_tokens=96, stop_token_ids=stops)
+    chat = full.conversation("1+2=", sampling=given, seed=3)
+    first, second = chat.step(), chat.step()
+    assert [first.answer, second.answer] == [" 1 ", " 2 "] and chat.edit(0, "some words ").answer == " 1 "
+    fork = chat.fork(4)
+    assert len(fork.df) == 4 and fork.failed == 0 and fork.critic is not None
+    chat.go(second).finish()
+    full.actor.compute_log_prob(chat.batch(chat.here, *(turn.number for turn in fork.leaves)))
+    assert full.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-3  # vLLM's, of each turn behind what it read
+    assert math.isfinite(float(chat.train(*fork.leaves)["loss"]))
+
+
+class Counting:
+    """Says how often it was asked."""
+
+    turns = 0
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return f" {self.turns} ", 1.0, False
+
+
 def test_a_stale_engine_is_caught(full: wb.Workbench) -> None:
     batch = full.prompts.next(4)
     batch = full.actor.generate_sequences(batch, max_new_tokens=4)
@@ -161,7 +187,7 @@ def test_a_reward_that_fails_on_one_rank_leaves_the_pool_whole(full: wb.Workbenc
     def broken(prompt: str, response: str, **row: Any) -> float:
         return float("nan") if prompt == unlucky else 0.0
 
-    with pytest.raises(RewardError, match=r"failed on rank 1: .*returned nan for row 3 on rank 1"):
+    with expect_error(RewardError, value="failed on rank 1: .*returned nan for row 3 on rank 1"):
         full.reward.compute_reward(batch, function=broken)
     assert "rewards" in full.reward.compute_reward(batch).columns
 
@@ -200,9 +226,9 @@ def test_opening_again(full: wb.Workbench, runs: Path) -> None:
         "devices": 2,
     }
     assert tiny_lab("full", runs, **same) is full
-    with pytest.raises(NameTaken, match="another description"):
+    with expect_error(NameTaken, rule="another description"):
         tiny_lab("full", runs, **{**same, "seed": 1})
-    with pytest.raises(NameTaken, match="'full' lives"):
+    with expect_error(NameTaken, value="'full' lives"):
         tiny_lab("full", runs, **same, if_exists="error")
 
 
@@ -210,23 +236,68 @@ def test_another_kernel_takes_it_up(runs: Path) -> None:
     script = """
 import json, ray, workbench as wb  # Ray imported first: its settings are then read before ours are made
 lab = wb.attach("given", take_over=True)
+rloo = wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4))
 batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
 uids = batch.df(["prompt_uid"])["prompt_uid"].tolist()
 weights = {role: weights.steps for role, weights in lab.weights.items()}
-print(json.dumps({"rows": batch.rows, "iteration": lab.iteration, "uids": uids, "weights": weights}))
+rate, changes = lab.actor.training.learning_rate, lab.history.changes()["after"].tolist()
+kept = [rloo.clip, rloo.sampling.temperature, rloo.iterate()["update_actor/learning_rate"]]
+print(json.dumps({"rows": batch.rows, "iteration": lab.iteration - 1, "uids": uids, "weights": weights, "rate": rate,
+                  "changes": changes, "kept": kept}))
 """
     lab = tiny_lab("given", runs, models={"actor": TINY, "reward": vowels}, devices=1)
-    wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4)).run(1)
+    rloo = wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4))
+    rloo.run(1)
+    lab.actor.training.learning_rate = 2e-4
+    rloo.clip, rloo.sampling.temperature = 0.1, 0.7  # type: ignore[misc]
     before, drawn = lab.iteration, lab.prompts.drawn
     weights = {role: weights.steps for role, weights in lab.weights.items()}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer == {"rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1], "weights": weights}
+    assert answer == {
+        "rows": 2, "iteration": before + 1, "uids": [drawn, drawn + 1], "weights": weights, "rate": 2e-4,
+        "changes": [2e-4, 0.1, 0.7], "kept": [0.1, 0.7, 2e-4],
+    }  # fmt: skip
     assert weights["actor"] > 0
-    with pytest.raises(NotDriving, match=r"process \d+ on .* drives it"):
+    with expect_error(NotDriving, rule=r"process \d+ on .* drives it"):
         lab.prompts.next(2)
     wb.stop("given")
+
+
+def hardest(ledger: Any) -> Any:
+    return ledger.sort_values("pass_rate", kind="stable", na_position="first")
+
+
+@pytest.mark.thorough  # the state and what was noted since it: tests/data/test_ledger.py
+def test_a_later_kernel_draws_what_this_one_would_have(runs: Path) -> None:
+    script = """
+import json, workbench as wb
+from workbench.errors import BadInput
+lab = wb.attach("ordered", take_over=True)
+try:
+    lab.prompts.next(4)
+except BadInput as error:
+    said = str(error)
+known = lab.prompts.ledger().to_json()
+lab.prompts.order = lambda ledger: ledger.sort_values("pass_rate", kind="stable", na_position="first")
+texts = [lab.prompts.next(4).df(["prompt"])["prompt"].tolist() for _ in range(2)]
+print(json.dumps([said, known, texts]))
+"""
+    prompts = [f"Say {i}." for i in range(10)]
+    lab = tiny_lab("ordered", runs, models={"actor": TINY, "reward": vowels}, devices=1, prompts=prompts)
+    lab.prompts.order, lab.prompts.threshold = hardest, 0.2
+    wb.GRPO(lab, prompts=3, samples=2, sampling=wb.Sampling(max_new_tokens=4)).run(2)
+    known = lab.prompts.ledger()
+    assert known["responses"].sum() == 12
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, found, (first, second) = json.loads(done.stdout.splitlines()[-1])
+    assert "lab.prompts.order = hardest" in said
+    assert found == known.to_json()
+    assert first == known["prompt"].tolist()[:4]  # those that were never drawn come first, in the usual order
+    assert second[:4] != first
+    wb.stop("ordered")
 
 
 def test_the_command_line_sees_it(full: wb.Workbench) -> None:
@@ -258,7 +329,7 @@ def test_a_rank_that_does_not_load_ends_the_opening_at_once(
     models = {"actor": TINY, "critic": wb.Model(TINY, worker=HalfBroken), "reference": TINY, "reward": vowels}
     before = _hosts_of("broken")
     start_s = time.monotonic()
-    with pytest.raises(StageError, match="loading critic failed on pool shared, rank 1: OSError: the disk") as caught:
+    with expect_error(StageError, value="loading critic failed on pool shared, rank 1: OSError: the disk") as caught:
         tiny_lab("broken", runs, models=models, placement=wb.Placement.colocate(2), devices=2)
     assert time.monotonic() - start_s < 60  # the collective of rank 0 would wait for half an hour
     shown = re.findall(r"opening broken: ([a-z ]+)  \d+ s so far", terminal.getvalue())
@@ -312,7 +383,7 @@ def test_a_name_is_taken_over_without_the_old_kernels_code_and_the_old_kernel_le
         assert kernel.stdout is not None
         assert kernel.stdout.readline() == "open\n"
         (old,) = [row for row in wb.ls() if row["name"] == "taken"]
-        with pytest.raises(MissingDependency, match="module 'only_there'"):
+        with expect_error(MissingDependency, value="module 'only_there'"):
             wb.attach("taken")
         new = tiny_lab("taken", runs, models={"actor": TINY}, devices=1, if_exists="replace")
         assert not _runs(old["processes"][0]["process"])  # gone before its successor was there
@@ -331,9 +402,9 @@ def test_a_dead_host_is_said_and_the_rest_can_be_stopped(full: wb.Workbench) -> 
     batch = full.prompts.next(4)
     (victim, survivor) = full.topology().drop_duplicates("process")["process"]
     psutil.Process(int(victim)).kill()
-    with pytest.raises(HostDied, match="is gone"):
+    with expect_error(HostDied, value="is gone"):
         full.actor.generate_sequences(batch, max_new_tokens=4)
-    with pytest.raises(HostDied, match=r"lab\.recover"):
+    with expect_error(HostDied, remedy=r"lab\.recover"):
         full.actor.generate_sequences(batch, max_new_tokens=4)
     subprocess.run([sys.executable, "-m", "workbench", "stop", "full"], check=True, capture_output=True)
     psutil.wait_procs([psutil.Process(int(survivor))] if psutil.pid_exists(int(survivor)) else [], timeout=10)

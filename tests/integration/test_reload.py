@@ -14,6 +14,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from tests.edited import Files, edited_files
+from tests.expected import expect_error
 from workbench.errors import BadInput, ReloadError
 
 TWO: dict[str, Any] = {"placement": wb.Placement.colocate(2), "devices": 2}
@@ -68,7 +69,7 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     texts = {name: files.path(name).read_text() for name in ("maths", "rewards")}
     files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
     files.edit("rewards", "return 1.0", "return 1.0)")
-    with pytest.raises(BadInput, match=r"two_rewards\.py, line 8: SyntaxError: unmatched '\)'"):
+    with expect_error(BadInput, value=r"two_rewards\.py, line 8: SyntaxError: unmatched '\)'"):
         lab.reload()
     assert lab.critic.told() == before
     assert rewards(lab) == [1.0] * 4

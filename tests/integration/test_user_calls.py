@@ -16,6 +16,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.data.test_user_calls import gone, wait_until
+from tests.expected import expect_error
 from workbench.errors import BadInput, RewardError, RolloutError
 
 
@@ -91,7 +92,7 @@ class Stuck:
 
 def test_an_environment_that_holds_pythons_lock_is_ended(lab: wb.Workbench, batch: wb.Batch) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "stop_token_ids": tuple(range(8, 264, 3))}
-    with pytest.raises(RolloutError, match=r"step of environment Stuck took more than 1 s for row"):
+    with expect_error(RolloutError, value="step of environment Stuck took more than 1 s for row"):
         lab.actor.generate_sequences(batch, environment=Stuck, call_timeout_s=1, **options)
     assert lab.actor.generate_sequences(batch, **options).rows == 4
 
@@ -128,6 +129,6 @@ def test_what_cannot_be_sent_to_a_host_is_refused(lab: wb.Workbench, batch: wb.B
         with lock:
             return 1.0
 
-    with pytest.raises(BadInput, match=r"cannot pickle '_thread.lock' object.*also one with own_process=False"):
+    with expect_error(BadInput, value="cannot pickle '_thread.lock' object", rule="also one with own_process=False"):
         lab.reward.compute_reward(batch, function=held)
     assert lab.reward.compute_reward(batch).rows == batch.rows

@@ -17,6 +17,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, ModelUnavailable, NotFound, RewardError, UnknownColumn, WorkbenchError
 from workbench.support.named_fields import FIELDS_OF
@@ -27,7 +28,7 @@ FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "rewar
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"models": {**FOUR, "critik": TINY}}, BadInput, "unknown role 'critik'"),
+        ({"models": {**FOUR, "critik": TINY}}, BadInput, r"unknown role 'critik'.*write 'critic' \(the nearest\)"),
         ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
         ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
         ({"models": TINY}, BadInput, "a model for each role"),
@@ -84,7 +85,7 @@ def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     for changed in ({"reward": "smollm2-135m"}, {"actor": "smollm2-135m"}):
-        with pytest.raises(BadInput, match="another vocabulary than the actor's"):
+        with expect_error(BadInput, value="another vocabulary than the actor's"):
             tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, **changed})
     assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
 
@@ -92,7 +93,7 @@ def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
 def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(BadInput, match=r"mine\.jsonl.*2"):
+    with expect_error(BadInput, value=r"mine\.jsonl.*2"):
         tiny_lab("wrong", tmp_path, backend="inline", prompts=file)
 
 
@@ -101,7 +102,7 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "deepspeed" else find(name, *a))
-    with pytest.raises(wb.errors.MissingDependency, match=r"deepspeed.*pip install.*engine='torch'"):
+    with expect_error(wb.errors.MissingDependency, value="deepspeed", remedy="pip install.*engine='torch'"):
         tiny_lab("wrong", tmp_path, engine="deepspeed", backend="inline")
 
 
@@ -117,11 +118,13 @@ def batch(lab: wb.Workbench) -> wb.Batch:
 
 
 def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch: wb.Batch) -> None:
-    with pytest.raises(UnknownColumn, match=r"update_actor reads column 'old_log_prob'.*run actor.compute_log_prob"):
+    with expect_error(
+        UnknownColumn, value="update_actor reads column 'old_log_prob'", remedy="run actor.compute_log_prob"
+    ):
         lab.actor.update_actor(batch)
-    with pytest.raises(UnknownColumn, match="'values'"):
+    with expect_error(UnknownColumn, value="'values'"):
         lab.compute_advantages(lab.reward.compute_reward(batch))
-    with pytest.raises(UnknownColumn, match="nonsense"):
+    with expect_error(UnknownColumn, value="nonsense"):
         batch.fetch(["nonsense"])
 
 
@@ -166,7 +169,7 @@ def test_stage_arguments(
 
 def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
     five = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch.take(range(5)))))
-    with pytest.raises(BadInput, match="5 rows in 2 minibatches"):
+    with expect_error(BadInput, value="5 rows in 2 minibatches"):
         lab.actor.update_actor(lab.compute_advantages(five))
 
 
@@ -196,7 +199,7 @@ def test_a_reward_function_that_asks_for_what_no_row_has(lab: wb.Workbench, batc
     algorithm.insert(with_truth, after="generate_sequences")  # a column that another stage brings
     assert len(algorithm.run(1)) == 1
     near = lambda prompt, response, answr: 0.0  # noqa: E731
-    with pytest.raises(BadInput, match=r"takes 'answr'.*write answer \(the nearest\)"):
+    with expect_error(BadInput, value="takes 'answr'", remedy=r"write answer \(the nearest\)"):
         lab.reward.compute_reward(batch, function=near)
 
 
@@ -210,31 +213,37 @@ def test_rows_are_counted_before_anything_runs(lab: wb.Workbench, tmp_path: Path
         with pytest.raises(BadInput, match=message):
             make()
     rows = [{"prompt": str(i), "response": "b", "chosen": "b", "rejected": "c"} for i in range(8)]
-    with pytest.raises(BadInput, match=r"SFT\(rows=3\): update_sft: 3 rows in 2 minibatches"):
+    with expect_error(BadInput, value=r"SFT\(rows=3\): update_sft: 3 rows in 2 minibatches"):
         wb.SFT(lab, lab.demonstrations(rows), rows=3)
-    with pytest.raises(BadInput, match=r"DPO\(rows=5\): update_dpo: 5 rows"):
+    with expect_error(BadInput, value=r"DPO\(rows=5\): update_dpo: 5 rows"):
         wb.DPO(lab, lab.pairs(rows), rows=5)
-    with pytest.raises(BadInput, match=r"vowels, which is not trained.*training="):
+    with expect_error(BadInput, value="vowels, which is not trained", remedy="training="):
         wb.RewardModeling(lab, lab.pairs(rows), rows=4)
-    with pytest.raises(BadInput, match=r"lab\.pairs\(max_length=5\).*it takes max_tokens, .*write max_tokens="):
+    with expect_error(
+        BadInput, value=r"lab\.pairs\(max_length=5\)", rule="it takes max_tokens, ", remedy="write max_tokens="
+    ):
         lab.pairs(rows, max_length=5)
-    with pytest.raises(BadInput, match=r"prompts=dict\(path='arithmetic'\).*it takes source, .*write source="):
+    with expect_error(
+        BadInput, value=r"prompts=dict\(path='arithmetic'\)", rule="it takes source, ", remedy="write source="
+    ):
         tiny_lab("wrong", tmp_path, backend="inline", prompts={"path": "arithmetic"})
-    with pytest.raises(BadInput, match=r"prompts=dict\(\) without source"):
+    with expect_error(BadInput, value=r"prompts=dict\(\) without source"):
         tiny_lab("wrong", tmp_path, backend="inline", prompts={})
 
 
 def test_a_column_of_another_kind(lab: wb.Workbench, batch: wb.Batch) -> None:
     scored = lab.actor.compute_log_prob(batch.drop("prompt"))
     rows = scored.join(lab.put({"advantages": torch.ones(scored.rows)}))
-    with pytest.raises(BadInput, match=r"'advantages' is a Tensor \[rows\].*repeat_interleave"):
+    with expect_error(BadInput, value=r"'advantages' is a Tensor \[rows\]", remedy="repeat_interleave"):
         lab.actor.update_actor(rows)
     mask = batch.fetch(["response_mask"])["response_mask"]
     assert isinstance(mask, Ragged)
     each = mask.like(torch.repeat_interleave(torch.ones(batch.rows), mask.lengths))
     lab.actor.update_actor(scored.join(lab.put({"advantages": each})))  # what the remedy says
     valued = lab.reward.compute_reward(lab.critic.compute_values(batch)).join(lab.put({"final_values": each}))
-    with pytest.raises(BadInput, match=r"'final_values' is a Ragged.*it must be one number a row, a Tensor \[rows\]"):
+    with expect_error(
+        BadInput, value="'final_values' is a Ragged", rule=r"it must be one number a row, a Tensor \[rows\]"
+    ):
         lab.compute_advantages(valued, bootstrap=True)
 
 
@@ -252,7 +261,7 @@ def test_a_function_that_cannot_be_sent_to_its_process_is_refused_before_anythin
         lab.reward.compute_reward(batch, function=locked)
     with pytest.raises(BadInput, match=message):
         tiny_lab("locked", tmp_path, backend="inline", models={"actor": TINY, "reward": locked})
-    with pytest.raises(BadInput, match=r"takes nothing.*write def fn\(prompt, response, \*\*row\)"):
+    with expect_error(BadInput, value="takes nothing", remedy=r"write def fn\(prompt, response, \*\*row\)"):
         tiny_lab("locked", tmp_path, backend="inline", models={"actor": TINY, "reward": lambda: 1})
     assert "locked" not in [found["name"] for found in wb.ls()]
     in_host = wb.limits(own_process=False)(locked)
@@ -266,15 +275,15 @@ def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch:
     def broken(prompt: str, response: str, answer: str, **row: Any) -> float:
         raise KeyError("oops")
 
-    with pytest.raises(
-        RewardError, match=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d"
+    with expect_error(
+        RewardError, value=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d"
     ) as caught:
         lab.reward.compute_reward(batch, function=broken)
     assert any(text in str(caught.value) for text in prompt)
     assert "rewards" in lab.reward.compute_reward(batch).columns  # the next call works
 
 
-def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
+def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError, match="has no cost; it has actor, critic, reference, reward"):
         _ = lab.cost
     with pytest.raises(AttributeError, match=r"no attribute 'actr': write actor \(the nearest\)"):
@@ -283,23 +292,30 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench) -> None:
         AttributeError, match=r"no operation 'compute_valuse'; write compute_values \(the nearest\); it has"
     ):
         _ = lab.critic.compute_valuse
-    few = tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY})
-    with few, pytest.raises(BadInput, match="PPO on a workbench without critic and reference and reward"):
-        wb.PPO(few)
+    high = {"learning_rate": 0.5}
+    few = tiny_lab("few", Path(lab.run_folder), backend="inline", models={"actor": TINY}, training=high)
+    assert "lab.actor.training.learning_rate is 0.5: " in capsys.readouterr().out
+    with few:
+        with expect_error(BadInput, value="PPO on a workbench without critic and reference and reward"):
+            wb.PPO(few)
+        with expect_error(
+            BadInput, value="GRPO on a workbench without reward", remedy=r"lab\.add\('reward', my_function\)"
+        ):
+            wb.GRPO(few)
 
 
 def test_batches_stay_with_their_workbench(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
     other = tiny_lab("other", tmp_path, backend="inline", models={"actor": TINY})
-    with other, pytest.raises(BadInput, match="another workbench"):
+    with other, expect_error(BadInput, rule="another workbench"):
         other.actor.compute_log_prob(batch)
-    with pytest.raises(NotFound, match="closed"):
+    with expect_error(NotFound, value="closed"):
         other.prompts.next(1)
 
 
 def test_stopping_what_is_not_there() -> None:
-    with pytest.raises(NotFound, match="no workbench named 'ghost'"):
+    with expect_error(NotFound, value="no workbench named 'ghost'"):
         wb.stop("ghost")
-    with pytest.raises(BadInput, match="letters, digits"):
+    with expect_error(BadInput, rule="letters, digits"):
         wb.stop("../ghost")
 
 

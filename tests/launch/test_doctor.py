@@ -53,6 +53,7 @@ def test_the_quick_look_imports_no_engine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # 30 s of processor time: it imports all engines, which other tests do too
 def test_the_deep_look_imports_the_engines_and_agrees_with_the_quick_one() -> None:
     quick, deep = asked(), asked("--deep")
     assert deep["deep"]

@@ -11,8 +11,10 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.backends import registry
 from workbench.config.description import Description
+from workbench.data.prompts import Prompts
 from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
 from workbench.models import load_causal_lm, load_tokenizer
@@ -40,7 +42,7 @@ def models(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_role_that_does_not_load_is_named_and_leaves_nothing_open(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="loading critic failed on pool shared, rank 0: OSError: the head's") as caught:
+    with expect_error(StageError, value="loading critic failed on pool shared, rank 0: OSError: the head's") as caught:
         tiny_lab("torn", tmp_path, backend="inline", models=models(critic=wb.Model(TINY, worker=BrokenCritic)))
     assert isinstance(caught.value.__cause__, OSError)
     assert wb.ls() == []
@@ -76,16 +78,18 @@ def test_prompts_that_leave_no_room_are_refused_before_anything_is_loaded_or_rep
     options: dict[str, Any] = {"backend": "inline", "models": changed}
     with tiny_lab("room", tmp_path, **options) as lab:
         settings = {"source": long, "max_prompt_tokens": 100_000}
-        with pytest.raises(BadInput, match=r"row 1 has \d+ tokens.*max_model_tokens=192.*max_prompt_tokens"):
+        with expect_error(
+            BadInput, value=r"row 1 has \d+ tokens", rule="max_model_tokens=192", remedy="max_prompt_tokens"
+        ):
             tiny_lab("room", tmp_path, **options, prompts=settings, if_exists="replace")
         assert CountedActor.built == 1
         assert lab.prompts.next(1).rows == 1  # it lives on
     with tiny_lab("room", tmp_path, **options, prompts={**settings, "max_prompt_tokens": 150}) as lab:
-        assert len(lab.prompts.source or []) == 1
+        assert isinstance(lab.prompts.source, Prompts) and len(lab.prompts.source) == 1
 
 
 def test_a_cluster_elsewhere_needs_to_be_told_the_device(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"address='10.1.2.3:6379' without device=.*device='cuda'"):
+    with expect_error(BadInput, value="address='10.1.2.3:6379' without device=", remedy="device='cuda'"):
         tiny_lab("far", tmp_path, address="10.1.2.3:6379")
 
 
@@ -128,10 +132,10 @@ def test_equal_descriptions_attach_and_others_do_not(tmp_path: Path) -> None:
 
     with tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0))) as lab:
         assert tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0))) is lab
-        with pytest.raises(wb.errors.NameTaken, match=r"another description: models\['reward'\] would differ"):
+        with expect_error(wb.errors.NameTaken, rule=r"another description: models\['reward'\] would differ"):
             tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(2.0)))
         changed: dict[str, Any] = {"training": {"minibatches": 4}, "seed": 7}
-        with pytest.raises(wb.errors.NameTaken, match=r"description: (seed, training|training, seed) would differ"):
+        with expect_error(wb.errors.NameTaken, rule="description: (seed, training|training, seed) would differ"):
             tiny_lab("same", tmp_path, backend="inline", models=models(reward=Weighted(1.0)), **changed)
         assert replace(lab.description, id="another").digest == lab.description.digest
 
@@ -147,7 +151,9 @@ def test_where_the_seconds_of_opening_went(tmp_path: Path) -> None:
         assert set(spans[spans["kind"] == "build"]["role"]) == {"actor", "critic", "reference", "reward", "numeric"}
         outer, inner = spans[spans["parent"] == ""], spans[spans["parent"] != ""]
         assert begun <= spans["start_s"].min() + 1e-3
-        assert 0.8 * took_s < outer["duration_s"].sum() <= took_s + 0.01  # one after the other, and little between them
+        named_s = outer["duration_s"].sum()  # one after the other, and little between them
+        assert named_s <= took_s + 0.01
+        assert named_s > 0.8 * (outer["end_s"].max() - outer["start_s"].min())
         for _, child in inner.iterrows():
             around = outer[(outer["kind"] == child["parent"]) & (outer["role"] == child["role"])]
             assert ((around["start_s"] <= child["start_s"]) & (child["end_s"] <= around["end_s"])).any()

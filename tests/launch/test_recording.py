@@ -13,6 +13,7 @@ import pytest
 
 import __main__
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from tests.kernel.kernels import Kernel
 from workbench.backends import registry
 from workbench.cli import main
@@ -38,27 +39,30 @@ def texts_with(folder: Path, words: list[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", [True, False])
-def test_cells_are_recorded_or_kept_nowhere(tmp_path: Path, record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_recorded_or_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one kernel, the one way and the other. With the record on, cells are in the run and in its restored one."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     kernel = Kernel(tmp_path)
     try:
-        kernel.run("before = 'CELLTEXT'")
-        kernel.run(
-            "import workbench as wb\nfrom pathlib import Path\nfrom tests.cases import tiny_lab\n"
-            f"lab = tiny_lab('quiet', Path('runs'), backend='inline', track='tensorboard', record={record})"
-        )
-        kernel.run("after = 'CELLTEXT'; lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)")
-        kernel.run("lab.save('saved')  # CELLTEXT")
-        error, _ = kernel.cell("lab.export('script.py', 'page.ipynb')")
-        assert ("opened with record=False" in error) is not record
-        kernel.run("lab = wb.restore('saved', name='again', runs='runs', if_exists='replace')")
-        kernel.run("last = 'CELLTEXT'; lab.prompts.next(2); lab.close()")
+        kernel.run("import workbench as wb\nfrom pathlib import Path\nfrom tests.cases import tiny_lab")
+        for record in (False, True):
+            kernel.run("before = 'CELLTEXT'")
+            kernel.run(
+                "lab = tiny_lab('quiet', Path('runs'), backend='inline', track='tensorboard', if_exists='replace', "
+                f"record={record})"
+            )
+            kernel.run("after = 'CELLTEXT'; lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)")
+            kernel.run(f"lab.save('saved-{record}')  # CELLTEXT")
+            error, _ = kernel.cell("lab.export('script.py', 'page.ipynb')")
+            assert ("opened with record=False" in error) is not record
+            kernel.run(f"lab = wb.restore('saved-{record}', name='again', runs='runs', if_exists='replace')")
+            kernel.run("last = 'CELLTEXT'; lab.prompts.next(2); lab.close()")
+            if not record:
+                assert not texts_with(tmp_path, MARKS)
     finally:
         kernel.kill()
     found = {name.split("/")[1] for _, name in texts_with(tmp_path, MARKS) if name.startswith("runs/")}
-    assert found == ({"quiet", "again"} if record else set())
-    assert record or not texts_with(tmp_path, MARKS)
+    assert found == {"quiet", "again"}
 
 
 SCRIPT = """
@@ -67,9 +71,11 @@ from tests.cases import tiny_lab
 
 def main(text: str = "") -> None:
     from pathlib import Path
-    lab = tiny_lab("quiet", Path("runs"), backend="inline", track="tensorboard", record={record})
-    lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
-    lab.save("saved", models=False)
+    for record in (True, False):
+        folder = Path(str(record))
+        with tiny_lab("quiet", folder, backend="inline", track="tensorboard", record=record) as lab:
+            lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+            lab.save(folder / "saved", models=False)
 
 if __name__ == "__main__":
     wb.script.run(main)
@@ -77,24 +83,24 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", [True, False])
-def test_a_command_line_is_recorded_or_kept_nowhere(tmp_path: Path, record: bool) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.format(record=record))
+def test_a_command_line_is_recorded_or_kept_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", "--text", "OPTIONTEXT COMMANDLINE", "--seed", "7"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORKBENCH_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert bool(texts_with(tmp_path, MARKS)) is record
+    assert len(list((tmp_path / "False").rglob("*"))) > 5
+    assert {name.split("/")[0] for _, name in texts_with(tmp_path, MARKS)} == {"True"}
 
 
 def test_recording_is_part_of_what_a_workbench_is(tmp_path: Path) -> None:
     with tiny_lab("quiet", tmp_path, backend="inline", record=False) as lab:
-        with pytest.raises(NameTaken, match="record would differ"):
+        with expect_error(NameTaken, rule="record would differ"):
             tiny_lab("quiet", tmp_path, backend="inline")
         assert tiny_lab("quiet", tmp_path, backend="inline", record=False) is lab
-        with pytest.raises(BadInput, match=r"opened with record=False.*wb export NOTEBOOK"):
+        with expect_error(BadInput, value="opened with record=False", remedy="wb export NOTEBOOK"):
             lab.export(tmp_path / "script.py")
-    with pytest.raises(BadInput, match="record"):
+    with expect_error(BadInput, value="record"):
         tiny_lab("quiet", tmp_path, backend="inline", record="no")
 
 
@@ -221,12 +227,12 @@ def test_scrub_signs_a_manifest_again_and_finds_secrets_in_pickles(tmp_path: Pat
 
 
 def test_scrub_refuses_what_is_no_run_and_what_lives(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"a run folder has events.jsonl"):
+    with expect_error(BadInput, rule="a run folder has events.jsonl"):
         scrub(tmp_path)
     for path in (5, None, "a\0b", "/dev/null", "/proc/x"):
         with pytest.raises(BadInput):
             scrub(path)  # type: ignore[arg-type]
-    lives = pytest.raises(BadInput, match=r"'lives' lives, and writes to")
+    lives = expect_error(BadInput, value="'lives' lives, and writes to")
     with tiny_lab("lives", tmp_path, backend="inline") as lab, lives:
         scrub(lab.run_folder)
     assert scrub(lab.run_folder).left == {}

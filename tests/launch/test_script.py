@@ -21,7 +21,8 @@ from pydantic import Field
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.display.iterations import Iterations, headlines
+from workbench.display.headlines import headlines
+from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, NameTaken, StageInterrupted
 from workbench.launch.overrides import settings
 from workbench.support.validation import Rule
@@ -311,8 +312,8 @@ from typing import Annotated
 import workbench as wb
 
 
-def vowels(prompt, response, **row):
-    return sum(c in "aeiou" for c in response) / max(1, len(response))
+def varied(prompt, response, **row):
+    return sum(map(ord, response)) % 97 / 97  # hardly two responses have the same
 
 
 def main(
@@ -321,7 +322,7 @@ def main(
 ) -> None:
     lab = wb.open(
         "first",
-        models={"actor": MODEL, "reference": MODEL, "reward": vowels},
+        models={"actor": MODEL, "reference": MODEL, "reward": varied},
         training=wb.Training(engine="torch"),
         generation=wb.Generation(engine="transformers", max_model_tokens=192),
         prompts="arithmetic",
@@ -384,7 +385,7 @@ def main() -> None:
             time.sleep(1)
             print("closing", second, flush=True)
         close()
-    lab.close = slowly
+    object.__setattr__(lab, "close", slowly)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 

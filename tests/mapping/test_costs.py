@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
 import workbench as wb
+from tests.expected import expect_error
 from workbench.errors import BadInput
-from workbench.mapping import Constants, Workload
-from workbench.mapping.calibration import NAMES, Sample, fit
+from workbench.mapping import Constants, Hardware, Workload
+from workbench.mapping.calibration import NAMES, Sample, findings, fit, spread
 from workbench.mapping.costs import CostModel, Terms, received_bytes
 from workbench.mapping.hardware import PRESETS
+from workbench.mapping.products import ProductRates
 from workbench.mapping.shapes import Shape, config_of, role_models
 from workbench.placement import Layout
 from workbench.resharding.strategies import plan_transition
 
 A100 = PRESETS["a100-80g"]
-WORK = Workload(rows=1024, prompt_tokens=1024, response_tokens=1024, updates=8)
+WORK = Workload(rows=1024, prompt_tokens=1024, response_tokens=1024, updates=8, engine="workbench")
 
 
 @pytest.fixture(scope="module")
@@ -45,43 +48,72 @@ def test_a_shape_counts_what_the_model_has(actor: Shape) -> None:
     assert actor.forward_flop(10, 5) - actor.forward_flop(10, 0) == 4 * 32 * 4096 * 50
 
 
+def even(**changes: Any) -> Hardware:
+    """The machines of A100s without tiles, at their peaks, so that terms can be worked out by hand."""
+    return replace(A100, products=ProductRates(), inside_bytes_s=300e9, machine_bytes_s=25e9, **changes)
+
+
 def test_terms_of_a_pass_and_of_training(actor: Shape) -> None:
-    model, layout = CostModel(A100, WORK), Layout(2, 4, 2)
-    tokens = 512 * 2048
+    model, layout = CostModel(even(), WORK), Layout(2, 4, 2)
+    micro, tokens = 256, 4096  # 512 rows of 2048 tokens a replica, two at a time
     infer = model.infer(actor, layout)
-    micro = tokens / 4096
-    flop = actor.forward_flop(tokens, 1024)
-    assert infer.inference == pytest.approx(flop / (8 * 312e12) * (micro + 1) / micro)
-    assert infer.passes == 16 * (micro + 1)
-    reduce_s = 2 * 3 / 4 * 4096 * 4096 * 2 / 300e9 + 6 * 8e-6
-    sent_s = 4096 * 4096 * 2 / 300e9 + 8e-6
-    assert infer.tensor == pytest.approx((micro + 1) * (2 * 16 * reduce_s + sent_s))
+    layer = (4 * 4096**2 + 3 * 4096 * 11008) / 4
+    products = 2 * tokens * 32 * layer / 312e12
+    passed = 32 * tokens * 2 * (14 * 4096 + (2 * 8192 + 3 * 11008) / 4) / 2.039e12
+    attention = 4 * 32 * 4096 / 4 * tokens * 1024 / 312e12
+    head = 2 * tokens * 32000 * 4096 / 4 / 312e12
+    assert infer.passes == pytest.approx((micro + 1) * ((products + passed + attention) / 2 + head))
+    reduce_s = min(2 * 3 / 4 * 4096 * 4096 * 2 / 300e9 + 6 * 4e-6, 2 * 4096 * 4096 * 2 / 300e9 + 4 * 4e-6)
+    sent_s = 4096 * 4096 * 2 / 300e9 + 4e-6
+    assert infer.links == pytest.approx((micro + 1) * (2 * 16 * reduce_s + sent_s))
+    assert (infer.decoding, infer.calls) == (0, 1)
+    waits = CostModel(even(runs_ahead=False), WORK).infer(actor, layout)  # for the host
+    assert waits.passes == pytest.approx(infer.passes + 16 * (micro + 1) * 4e-5)
     train = model.train(actor, layout)
-    each = micro / 8
-    assert train.training == pytest.approx(4 * flop / (8 * 312e12) * (each + 1) / each)  # activations recomputed
+    # forward, recomputed, backward: twice the products, 2.5 times the attention
+    stage = (
+        2 * ((products + passed + attention) / 2 + head) + (2 * products + 2 * passed + 2.5 * attention) / 2 + 2 * head
+    )
     own = actor.elements / 8
-    assert train.memory == pytest.approx(8 * 28 * own / 2.039e12)
+    assert train.passes == pytest.approx(8 * ((micro / 8 + 1) * stage + 28 * own / 2.039e12))
     # the data ring spans both machines: 8 rings share one network
-    assert train.data == pytest.approx(8 * (2 * 1 / 2 * 4 * own / (25e9 / 8) + 2 * 25e-6))
-    assert (train.updates, train.calls) == (8, 1)
+    summed = min(2 * 1 / 2 * 4 * own / (25e9 / 8) + 2 * 25e-6, 2 * 4 * own / (25e9 / 8) + 2 * 25e-6)
+    links = (micro / 8 + 1) * (6 * 16 * reduce_s + 2 * sent_s) + summed
+    assert train.links == pytest.approx(8 * links)
+    assert train.calls == 1
+    # a cluster's engine sums and scatters gradients, gathers bfloat16 weights, and steps its part of the optimizer
+    cluster = CostModel(even(), replace(WORK, engine="cluster")).train(actor, layout, again=False)
+    kept = stage - ((products + passed + attention) / 2 + head)
+    assert cluster.passes == pytest.approx(8 * ((micro / 8 + 1) * kept + 28 * own / 2 / 2.039e12))
+    moved = 1 / 2 * (4 + 2) * own / (25e9 / 8) + 2 * 25e-6
+    assert cluster.links == pytest.approx(8 * ((micro / 8 + 1) * (4 * 16 * reduce_s + 2 * sent_s) + moved))
 
 
 def test_terms_of_generation(actor: Shape) -> None:
-    model = CostModel(A100, WORK)
-    one = model.generate(actor, 16, 2, waves=1)
-    rows = 1024 // 8
-    read = rows * (1024 * 1024 + 1024**2 / 2) * actor.kv_bytes_per_token
-    assert one.memory == pytest.approx((1024 * actor.nbytes + read) / (2 * 2.039e12))
-    assert one.steps == 32 * 1024
-    two = model.generate(actor, 16, 2, waves=2)
-    assert two.steps == 2 * one.steps
-    assert two.memory - one.memory == pytest.approx(1024 * actor.nbytes / (2 * 2.039e12))
+    model = CostModel(even(), WORK)
+    rows, steps = 1024 // 8, 1024
+    one = model.generate(actor, 16, 2, waves=1.0)
+    read = rows * (1024 * 1024 + 1024**2 / 2) * actor.kv_bytes_per_token / 2 / 2.039e12
+    weights = 2 * actor.product_elements / 2 / 2.039e12  # 128 rows: reading them takes longer than multiplying
+    step = weights + 32 * 4e-5  # and what the host starts
+    assert read + steps * step < one.decoding < read + 1.2 * steps * step
+    first = rows * 2 * 1024 * actor.product_elements / 2 / 312e12
+    assert first < one.passes < 1.3 * first
+    two = model.generate(actor, 16, 2, waves=2.0)
+    assert two.decoding - one.decoding == pytest.approx(step * steps, rel=0.05)
     # of unequal rows the longest ends it, and places are taken over as rows end
-    several = CostModel(A100, replace(WORK, response_tokens=(256, 512, 1024)))
-    assert several.generate(actor, 16, 2, waves=1).steps == 32 * 1024
-    assert several.generate(actor, 16, 2, waves=3).steps == pytest.approx(32 * 3 * 1792 / 3)
+    several = CostModel(even(layer_start_s=1.0), replace(WORK, response_tokens=(256, 512, 1024)))
+    started = [several.generate(actor, 16, 2, waves).decoding for waves in (1.0, 3.0)]
+    assert started == pytest.approx([32 * 1024, 32 * 3 * 1792 / 3], rel=0.01)
     assert model.replica_rows(16, 2) == rows
     assert model.row_bytes(actor, 2) == actor.kv_bytes_per_token * 2048 / 2
+
+
+def test_decoding_is_bound_by_memory_or_by_products_not_by_their_sum(actor: Shape) -> None:
+    model = CostModel(even(), replace(WORK, prompt_tokens=1, response_tokens=1))
+    seconds = {rows: model._decode(actor, 1, rows) for rows in (1, 8, 4096, 8192)}
+    assert seconds[8] == pytest.approx(seconds[1], rel=0.01)  # weights are read once, whatever the rows
+    assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", ["hybridflow", "v", "full"])
@@ -104,20 +136,41 @@ def test_constants_are_found_again() -> None:
     found = fit(samples, Constants(*[1.0] * len(NAMES)), pull=1e-12)
     for name in NAMES:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
-    # what no sample has stays as it was; peaks are kept where they are peaks
-    few = fit([Sample(Terms(training=2.0), 1.0)], Constants(training=5.0, steps=7.0))
-    assert (few.training, few.steps) == (1.0, 7.0)
-    assert fit([Sample(Terms(training=2.0), 1.0)], peaks=False).training == pytest.approx(0.5, rel=1e-2)
-    with pytest.raises(BadInput, match="nothing was measured"):
+    # what no sample has stays as it was; what is not plausible is told
+    few = fit([Sample(Terms(passes=2.0), 1.0)], Constants(passes=5.0, calls=7.0))
+    assert few.passes == pytest.approx(0.5, rel=1e-2) and few.calls == 7.0
+    assert [one.split("=")[0] for one in findings(few)] == ["passes", "calls"]
+    assert findings(Constants()) == []
+    with expect_error(BadInput, value="nothing was measured"):
         fit([])
 
 
+def test_the_error_to_expect_is_that_of_placements_left_out() -> None:
+    true = Constants(passes=2.0, decoding=3.0, links=1.5, calls=0.1)
+    kinds = {"a": Terms(passes=1.0, calls=1), "b": Terms(decoding=2.0, calls=1), "c": Terms(links=1.0, passes=0.5)}
+
+    def samples(slower: dict[str, float]) -> dict[tuple[str, int, str], Sample]:
+        return {(place, 1, call): Sample(terms, factor * true.seconds(terms))
+                for place, factor in slower.items() for call, terms in kinds.items()}  # fmt: skip
+
+    assert spread(samples({"one": 1.0, "two": 1.0}), true) == pytest.approx(0, abs=1e-3)
+    assert spread(samples({"one": 1.0}), true) == pytest.approx(0, abs=1e-3)  # of one placement, its single calls
+    # a placement that takes 1.5 times as long as the other: each is predicted from the other
+    assert spread(samples({"one": 1.0, "two": 1.5}), true) == pytest.approx(math.log(1.5), rel=0.02)
+
+
 def test_links_inside_and_between_machines() -> None:
-    assert A100.link(8) == (300e9, 8e-6)
-    assert A100.link(2, 8) == (25e9 / 8, 25e-6)  # eight rings leave each machine
-    assert A100.link(16) == (25e9, 25e-6)  # one does
+    assert (A100.link(8), A100.hop(8), A100.hops(8)) == (200e9, 4e-6, 7 * 4e-6)
+    assert A100.link(2, 8) == 22.5e9 / 8  # eight rings leave each machine
+    assert A100.link(16) == 22.5e9  # one does
+    assert A100.hops(16) == pytest.approx(25e-6 + 14 * 4e-6)  # one hop leaves a machine
+    assert A100.hops(4, 8) == pytest.approx(3 * 25e-6)
+    model = CostModel(A100, WORK)
+    ring, tree = 2 * 127 / 128 * 1e9 / 22.5e9 + 2 * A100.hops(128), 2 * 1e9 / 22.5e9 + 14 * 25e-6
+    assert model._all_reduce(1e9, 128, 1) == pytest.approx(min(ring, tree))
+    assert model._all_reduce(1.0, 128, 1) == pytest.approx(14 * 25e-6)  # few bytes go by the tree
     assert not math.isclose(A100.flop_s("bfloat16"), A100.flop_s("float32"))
-    with pytest.raises(BadInput, match="rates are known for"):
+    with expect_error(BadInput, rule="rates are known for"):
         A100.flop_s("float8")
 
 

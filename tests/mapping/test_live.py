@@ -55,6 +55,8 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         assert len(lab.calibration.samples) == 2 * count
         plans = lab.suggest(devices=4)
         assert set(plans.best.placement.roles) == set(lab.placement.roles)
+        assert plans.error is not None and plans.error > 0
+        assert plans.chance is not None and 0.5 <= plans.chance <= 1
         assert "error" in told._repr_html_()
         grpo = wb.GRPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4))  # calls no critic
         grpo.run(1)

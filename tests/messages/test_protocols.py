@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.expected import expect_error
 from workbench.batches.balance import minibatch_rows
 from workbench.errors import BadInput
 from workbench.messages.operation import operations
@@ -92,6 +93,7 @@ def test_operations_have_the_papers_protocols() -> None:
         **dict.fromkeys(("compute_log_prob", "update_actor", "compute_ref_log_prob", "compute_precisions"), "3D_PROTO"),
         **dict.fromkeys(("compute_values", "update_critic", "compute_reward", "compute_cost"), "3D_PROTO"),
         **dict.fromkeys(("compute_cost_values", "update_cost_critic", "compute_loss"), "3D_PROTO"),
+        "compute_gradient_norm": "3D_PROTO",
         **dict.fromkeys(
             (
                 "update_sft",
@@ -140,7 +142,7 @@ def test_who_is_collected() -> None:
 
 
 def test_unequal_minibatches_are_refused() -> None:
-    with pytest.raises(BadInput, match="10 rows in 4 minibatches"):
+    with expect_error(BadInput, value="10 rows in 4 minibatches"):
         minibatch_rows(10, 4)
 
 
@@ -162,9 +164,9 @@ def test_a_protocol_of_ones_own() -> None:
     assert [chunks[0].tolist() for chunks in dealt] == [[0, 3, 6], [1, 4], [2, 5]]
     assert protocol.gather(Layout(d=3), dealt, 7, "test") == [0, 1, 2]
     assert PROTOCOLS["ZIGZAG"] is protocol
-    with pytest.raises(BadInput, match="these are the paper's"):
+    with expect_error(BadInput, rule="these are the paper's"):
         wb.protocol("DP_PROTO")
-    with pytest.raises(BadInput, match="must be one of 'ONE_TO_ALL', '3D_PROTO'"):
+    with expect_error(BadInput, rule="must be one of 'ONE_TO_ALL', '3D_PROTO'"):
         wb.register("3D_PROTOCOL")
 
 

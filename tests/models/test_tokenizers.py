@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.expected import expect_error
 from workbench.data.examples import Examples
 from workbench.engines.generation.endings import end_token_ids
 from workbench.errors import BadInput, ModelUnavailable
@@ -60,13 +61,13 @@ def test_the_last_resort_is_a_special_token_outside_the_template() -> None:
             self.added_tokens_decoder = {i: AddedToken(token, special=True) for i, token in enumerate(special)}
 
     assert _filler(Few("<end>", "<begin>", "<user>", "<file>"), "few") == "<file>"
-    with pytest.raises(BadInput, match="set pad_token"):
+    with expect_error(BadInput, remedy="set pad_token"):
         _filler(Few("<end>", "<begin>", "<user>"), "few")
 
 
 def test_a_folder_without_tokenizer_says_what_to_save(tmp_path: Path) -> None:
     load_causal_lm("tiny-llama").save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="tokenizer"):
+    with expect_error(BadInput, value="tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -90,15 +91,15 @@ def test_without_a_template_texts_stay_plain_and_messages_are_refused() -> None:
     tokenizer = load_tokenizer("tiny-llama")
     tokenizer.chat_template = None
     assert tokenizer.decode(render_prompt(tokenizer, "Hi")) == "Hi"
-    with pytest.raises(BadInput, match="no chat template"):
+    with expect_error(BadInput, value="no chat template"):
         render_prompt(tokenizer, "Hi", chat=True)
-    with pytest.raises(BadInput, match="no chat template"):
+    with expect_error(BadInput, value="no chat template"):
         render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
 
 
 @pytest.mark.parametrize("empty", ["", []])
 def test_empty_prompts_are_refused(empty: Any) -> None:
-    with pytest.raises(BadInput, match="empty"):
+    with expect_error(BadInput, rule="empty"):
         render_prompt(load_tokenizer("tiny-llama"), empty)
 
 
@@ -212,7 +213,7 @@ def test_a_template_that_loops_is_stopped_and_the_thread_goes_on(hides: str, mon
     tokenizer.chat_template = hides + "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     for _ in range(2):
         begun_s = time.monotonic()
-        with pytest.raises(BadInput, match=r"chat template of .* took more than 0.5 s for \[\{'role': 'user'"):
+        with expect_error(BadInput, value=r"chat template of .* took more than 0.5 s for \[\{'role': 'user'"):
             render_prompt(tokenizer, "Hi", chat=True)
         assert time.monotonic() - begun_s < 5
         time.sleep(0.6)  # nothing is raised later

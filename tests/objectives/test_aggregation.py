@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
 
@@ -122,14 +123,14 @@ def test_single_precision_stays_single_whatever_the_denominator() -> None:
 
 def test_bad_input() -> None:
     x, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(BadInput, match="fixed-length"):
+    with expect_error(BadInput, rule="fixed-length"):
         denominator(mask, "fixed-length")
-    with pytest.raises(BadInput, match="max_response_tokens=0"):
+    with expect_error(BadInput, value="max_response_tokens=0"):
         denominator(mask, "fixed-length", 0)
     for call in (lambda: denominator(mask, "mean"), lambda: aggregate(x, mask, "mean", 1.0)):  # type: ignore[arg-type]
-        with pytest.raises(BadInput, match="how='mean'"):
+        with expect_error(BadInput, value="how='mean'"):
             call()
-    with pytest.raises(BadInput, match=r"mask_BT has shape \[2, 3\], x_BT has shape \[2, 1\]"):
+    with expect_error(BadInput, value=r"mask_BT has shape \[2, 3\], x_BT has shape \[2, 1\]"):
         aggregate(x[:, :1], mask, "token-mean", 1.0)
-    with pytest.raises(BadInput, match="rows, response tokens"):
+    with expect_error(BadInput, rule="rows, response tokens"):
         denominator(mask[0], "token-mean")

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
 from tests.objectives.policies import log_probs_of, normal, sequences
 from workbench.errors import BadInput
-from workbench.objectives.correction import Bound, Correction, Level, correct, effective_sample_size, step_scale
+from workbench.objectives.correction import (
+    Bound,
+    Correction,
+    Level,
+    correct,
+    effective_sample_size,
+    second_moment_cut,
+    step_scale,
+)
+from workbench.objectives.losses import ppo_loss
 
 OLD = torch.tensor([[2.0, 0.25, 1.0], [4.0, 1.0, 7.0]]).log()
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -40,9 +52,67 @@ def test_sequences_by_hand() -> None:
     torch.testing.assert_close(weight, torch.tensor([[0.5 ** (1 / 3)] * 3, [1.5, 1.5, 0.0]]))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_second_moment_of_what_is_left_is_within_its_bound(seed: int) -> None:
+    """The tokens with the largest squares go, one by one, until the mean of the others is small enough; the weights of
+    these are whole. Any split over ranks leaves out the same."""
+    old, rollout = 0.3 * normal(6, 7, seed=seed), 0.3 * normal(6, 7, seed=seed + 50)
+    mask = normal(6, 7, seed=seed + 100) > -1
+    log = (old - rollout).double()
+    kept = sorted(log[mask].square().tolist())
+    while sum(kept) / len(kept) > 0.04:
+        kept.pop()
+    weight, bounded = correct(old, rollout, mask, Correction(bound="second_moment"))
+    assert 0 < int(bounded.sum()) == int(mask.sum()) - len(kept)
+    left = mask & ~bounded
+    assert sorted(log[left].square().tolist()) == pytest.approx(kept)
+    torch.testing.assert_close(weight, torch.where(left, (old - rollout).exp(), 0.0))
+    squares = log.square()
+    parts = [squares[rows][mask[rows]] for rows in (slice(0, 2), slice(2, 6))]
+    sums, barrier = dict[int, Tensor](), threading.Barrier(2)
+
+    def cut_of(rank: int) -> Tensor:
+        def summed(mine: Tensor) -> Tensor:
+            sums[rank] = mine
+            barrier.wait()
+            total = sums[0] + sums[1]
+            barrier.wait()
+            return total
+
+        return second_moment_cut(parts[rank], 0.04, summed)
+
+    with ThreadPoolExecutor(2) as ranks:
+        for cut in ranks.map(cut_of, (0, 1)):
+            assert ((squares > cut) & mask).equal(bounded)
+    assert not correct(old, rollout, mask, Correction(bound="second_moment", second_moment=9.0)).bounded_BT.any()
+
+
+def test_decoupled_ppo_is_ppo_around_the_proximal_policy() -> None:
+    """AReaL's equation 5, enumerated: under the behaviour policy the weighted loss has the gradient that PPO's has
+    under the proximal policy, clips included. PPO that clips around the behaviour policy has another."""
+    actions, logits = sequences()
+    advantage = normal(9, seed=3)[:, None].expand(9, 2)
+    proximal = log_probs_of(actions, logits.detach() + 0.3 * normal(4, 3, seed=4))
+    behaviour = log_probs_of(actions, logits.detach() + 0.6 * normal(4, 3, seed=5))
+    weight = correct(proximal, behaviour, torch.ones(9, 2), Correction(level="sequence", high=1e6)).weight_BT
+
+    def gradient(drawn: Tensor, old: Tensor, weight: Tensor | float) -> Tensor:
+        loss, stats = ppo_loss(log_probs_of(actions, logits), old, advantage)
+        assert stats.clipped_BT.any()
+        (found,) = torch.autograd.grad((drawn.sum(-1).exp()[:, None] * weight * loss).sum(), logits)
+        return found
+
+    wanted = gradient(proximal, proximal, 1.0)
+    torch.testing.assert_close(gradient(behaviour, proximal, weight), wanted)
+    coupled = gradient(behaviour, behaviour, 1.0)
+    assert (coupled - wanted).norm() > 0.1 * wanted.norm()
+
+
 def test_equal_policies_are_left_alone_to_the_bit() -> None:
     log_prob = normal(2, 3, seed=0)
     for level, bound in itertools.product(get_args(Level), get_args(Bound)):
+        if bound == "second_moment" and level != "token":
+            continue
         weight, bounded = correct(log_prob, log_prob, MASK, Correction(level=level, bound=bound))
         assert torch.equal(weight, MASK.to(weight.dtype))
         assert not bounded.any()
@@ -104,7 +174,9 @@ def test_step_scale() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"level": "word"}, "level='word'"), ({"bound": "clip"}, "bound='clip'"), ({"low": 1.5}, r"low=1\.5"),
-     ({"high": 0.5}, r"high=0\.5")],
+     ({"high": 0.5}, r"high=0\.5"), ({"second_moment": 0.1}, r"second_moment=0\.1 with bound='truncate'"),
+     ({"bound": "second_moment", "level": "sequence"}, "leave level, low and high out"),
+     ({"bound": "second_moment", "second_moment": 0.0}, r"second_moment=0\.0. must be a number above 0")],
 )  # fmt: skip
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
@@ -112,5 +184,5 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_bad_shapes() -> None:
-    with pytest.raises(BadInput, match="rollout_log_prob_BT has shape"):
+    with expect_error(BadInput, value="rollout_log_prob_BT has shape"):
         correct(OLD, torch.zeros(2, 2), MASK, Correction())

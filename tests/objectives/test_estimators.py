@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
 from tests.objectives.policies import (
     expected_policy_gradient,
     log_probs_of,
@@ -76,7 +77,7 @@ class TestTokenRewards:
     def test_without_reference(self) -> None:
         rewards = token_rewards(torch.tensor([10.0, -4.0]), self.log_prob, None, self.mask, beta=0.0)
         assert rewards.tolist() == [[0.0, 10.0, 0.0], [0.0, 0.0, -4.0]]
-        with pytest.raises(BadInput, match="reference"):
+        with expect_error(BadInput, rule="reference"):
             token_rewards(torch.tensor([10.0, -4.0]), self.log_prob, None, self.mask, beta=0.1)
 
     def test_row_without_valid_tokens_gets_nothing(self) -> None:
@@ -95,11 +96,11 @@ class TestTokenRewards:
 
     @pytest.mark.parametrize("scores", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(())])
     def test_bad_shapes(self, scores: Tensor) -> None:
-        with pytest.raises(BadInput, match="scores_B"):
+        with expect_error(BadInput, value="scores_B"):
             token_rewards(scores, self.log_prob, self.ref, self.mask, beta=0.1)
 
     def test_negative_beta(self) -> None:
-        with pytest.raises(BadInput, match=r"beta=-0\.1"):
+        with expect_error(BadInput, value=r"beta=-0\.1"):
             token_rewards(torch.zeros(2), self.log_prob, self.ref, self.mask, beta=-0.1)
 
 
@@ -181,15 +182,15 @@ class TestGAE:
 
     def test_bad_input(self) -> None:
         x, mask = torch.zeros(2, 3), torch.ones(2, 3)
-        with pytest.raises(BadInput, match=r"mask_BT has shape \[2, 3\], values_BT has shape \[2, 4\]"):
+        with expect_error(BadInput, value=r"mask_BT has shape \[2, 3\], values_BT has shape \[2, 4\]"):
             gae(x, torch.zeros(2, 4), mask, 1.0, 1.0)
-        with pytest.raises(BadInput, match=r"bootstrap_B has shape \[3\]"):
+        with expect_error(BadInput, value=r"bootstrap_B has shape \[3\]"):
             gae(x, x, mask, 1.0, 1.0, torch.zeros(3))
-        with pytest.raises(BadInput, match=r"gamma=1\.1"):
+        with expect_error(BadInput, value=r"gamma=1\.1"):
             gae(x, x, mask, 1.1, 1.0)
-        with pytest.raises(BadInput, match="lam=-1"):
+        with expect_error(BadInput, value="lam=-1"):
             gae(x, x, mask, 1.0, -1.0)
-        with pytest.raises(BadInput, match=r"mask_BT has shape \[3\]"):
+        with expect_error(BadInput, value=r"mask_BT has shape \[3\]"):
             gae(x[0], x[0], mask[0], 1.0, 1.0)
 
 
@@ -233,9 +234,9 @@ class TestWhiten:
             torch.testing.assert_close(whiten(x, mask, moments(x, mask)), torch.zeros_like(x))
 
     def test_bad_input(self) -> None:
-        with pytest.raises(BadInput, match="moments has shape"):
+        with expect_error(BadInput, value="moments has shape"):
             whiten(torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2))
-        with pytest.raises(BadInput, match="mask_BT has shape"):
+        with expect_error(BadInput, value="mask_BT has shape"):
             moments(torch.zeros(2, 3), torch.ones(2, 1))
 
 
@@ -272,9 +273,9 @@ class TestReinforce:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match=r"baseline_B has shape \[3\]"):
+        with expect_error(BadInput, value=r"baseline_B has shape \[3\]"):
             reinforce(x, x, 1.0, torch.zeros(3))
-        with pytest.raises(BadInput, match="gamma=2"):
+        with expect_error(BadInput, value="gamma=2"):
             reinforce(x, x, 2.0, torch.zeros(2))
 
     def test_without_a_baseline_it_is_the_reward_to_go(self) -> None:

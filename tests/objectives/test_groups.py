@@ -7,9 +7,19 @@ import itertools
 import pytest
 import torch
 
+from tests.expected import expect_error
 from tests.objectives.policies import normal
 from workbench.errors import BadInput
-from workbench.objectives.groups import group_mean, grpo, grpo_batch_std, off_policy_baseline, rloo, with_variance
+from workbench.objectives.groups import (
+    group_mean,
+    grpo,
+    grpo_batch_std,
+    off_policy_baseline,
+    process_advantages,
+    rloo,
+    step_scores,
+    with_variance,
+)
 
 
 class TestGroups:
@@ -60,7 +70,7 @@ class TestGroups:
         scores, group = torch.tensor([5.0, 1.0, 2.0]), torch.tensor([3, 8, 8])
         assert grpo(scores, group)[0] == 0
         assert grpo(scores, group, scale_by_std=False)[0] == 0
-        with pytest.raises(BadInput, match="group 3"):
+        with expect_error(BadInput, value="group 3"):
             rloo(scores, group)
 
     def test_no_samples(self) -> None:
@@ -84,11 +94,11 @@ class TestGroups:
 
     def test_bad_input(self) -> None:
         for advantage in (grpo, rloo):
-            with pytest.raises(BadInput, match=r"scores_N has shape \[3\], group_N has shape \[2\]"):
+            with expect_error(BadInput, value=r"scores_N has shape \[3\], group_N has shape \[2\]"):
                 advantage(torch.zeros(3), torch.zeros(2, dtype=torch.long))
-            with pytest.raises(BadInput, match="integer"):
+            with expect_error(BadInput, rule="integer"):
                 advantage(torch.zeros(3), torch.zeros(3))
-            with pytest.raises(BadInput, match="one score a sample"):
+            with expect_error(BadInput, rule="one score a sample"):
                 advantage(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.long))
 
     def test_group_mean_and_variance_by_hand(self) -> None:
@@ -136,7 +146,32 @@ class TestOffPolicyBaseline:
 
     def test_bad_input(self) -> None:
         ones, group = torch.ones(3), torch.zeros(3, dtype=torch.int64)
-        with pytest.raises(BadInput, match="norm2_N has shape"):
+        with expect_error(BadInput, value="norm2_N has shape"):
             off_policy_baseline(ones, group, ones, torch.ones(2))
-        with pytest.raises(BadInput, match="squared norms"):
+        with expect_error(BadInput, rule="squared norms"):
             off_policy_baseline(ones, group, ones, -ones)
+
+
+class TestSteps:
+    """Two responses to a prompt with steps of rewards 1, 0 and 2: mean 1, unbiased deviation 1."""
+
+    ends_BT = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    rewards_BT = torch.tensor([[0.0, 1.0, 0.0, 0.25, -0.5, 0.25], [0.5, 0.5, 1.0, 0.0, 0.0, 0.0], [9.0] * 6])
+
+    def test_the_reward_of_a_step_is_the_sum_over_its_tokens(self) -> None:
+        assert step_scores(self.rewards_BT, self.ends_BT).tolist() == [1.0, 0.0, 2.0]
+
+    def test_a_token_gets_the_normalised_rewards_of_the_steps_that_end_there_or_later(self) -> None:
+        scores_S = step_scores(self.rewards_BT, self.ends_BT)
+        normal_S = grpo(scores_S, torch.zeros(3).long(), eps=0.0)
+        assert normal_S.tolist() == [0.0, -1.0, 1.0]
+        expected = [[-1.0, -1.0, -1.0, -1.0, -1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.0] * 6]
+        assert process_advantages(normal_S, self.ends_BT).tolist() == expected
+
+    def test_wrong_shapes(self) -> None:
+        with expect_error(BadInput, rule="there are 3 steps"):
+            process_advantages(torch.zeros(2), self.ends_BT)
+        with expect_error(BadInput, value="shape"):
+            step_scores(self.rewards_BT[:2], self.ends_BT)
+        with expect_error(BadInput, value=r"shape \[\]", rule=r"must be \[rows, tokens\]"):
+            step_scores(torch.tensor(1.0), torch.tensor(1.0))

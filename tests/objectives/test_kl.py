@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
 from tests.objectives.policies import normal
 from workbench.errors import BadInput
-from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss
+from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss, ratio_of
 
 REF = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
 
@@ -120,11 +121,11 @@ def test_half_precision_is_widened_before_the_subtraction() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(BadInput, match=r"log_prob_BT has shape \[2, 3\], ref_log_prob_BT has shape \[2, 1\]"):
+    with expect_error(BadInput, value=r"log_prob_BT has shape \[2, 3\], ref_log_prob_BT has shape \[2, 1\]"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(2, 1))
-    with pytest.raises(BadInput, match="'k4'"):
+    with expect_error(BadInput, value="'k4'"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="old_log_prob_BT has shape"):
+    with expect_error(BadInput, value="old_log_prob_BT has shape"):
         kl_loss(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3))
 
 
@@ -152,3 +153,8 @@ class TestAdaptiveKL:
             right = {"coefficient": 0.1, "kl": 1.0, "target": 6.0, "responses": 10, "horizon": 100}
             with pytest.raises(BadInput, match=message):
                 adaptive_kl_step(**{**right, **kwargs})  # type: ignore[arg-type]
+
+
+def test_a_ratio_is_of_equal_shapes() -> None:
+    with expect_error(BadInput, value="old_log_prob_BT"):
+        ratio_of(torch.zeros(2), torch.zeros(1, 3))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.expected import expect_error
 from tests.objectives.policies import expected_policy_gradient, log_probs_of, normal, sequences, true_gradient
 from workbench.errors import BadInput
 from workbench.objectives.estimators import gae, token_rewards
@@ -43,9 +44,9 @@ class TestLagrangian:
 
     @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
     def test_bad_input(self, multiplier: float) -> None:
-        with pytest.raises(BadInput, match="multiplier="):
+        with expect_error(BadInput, value="multiplier="):
             lagrangian(torch.zeros(1, 1), torch.zeros(1, 1), multiplier)
-        with pytest.raises(BadInput, match="cost_advantages_BT has shape"):
+        with expect_error(BadInput, value="cost_advantages_BT has shape"):
             lagrangian(torch.zeros(1, 2), torch.zeros(1, 1), 1.0)
 
 
@@ -92,11 +93,11 @@ class TestDualStep:
         assert multiplier == pytest.approx((1 - slope) / (1 + slope), rel=1e-3)
 
     def test_bad_input(self) -> None:
-        with pytest.raises(BadInput, match="mean_cost=nan"):
+        with expect_error(BadInput, value="mean_cost=nan"):
             dual_step(1.0, math.nan, 0.0, 0.1, (0.1, 10.0))
-        with pytest.raises(BadInput, match="multiplier=20"):
+        with expect_error(BadInput, value="multiplier=20"):
             dual_step(20.0, 0.0, 0.0, 0.1, (0.1, 10.0))
-        with pytest.raises(BadInput, match="more than 0"):
+        with expect_error(BadInput, rule="more than 0"):
             dual_step(1.0, 0.0, 0.0, 0.1, (0.0, 10.0))
-        with pytest.raises(BadInput, match="bounds"):
+        with expect_error(BadInput, value="bounds"):
             dual_step(1.0, 0.0, 0.0, 0.1, (2.0, 1.0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import AGGREGATIONS, Aggregation, aggregate, denominator
 from workbench.objectives.losses import (
@@ -98,7 +99,7 @@ class TestPPO:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match=r"log_prob_BT has shape \[2, 3\], advantages_BT has shape \[2\]"):
+        with expect_error(BadInput, value=r"log_prob_BT has shape \[2, 3\], advantages_BT has shape \[2\]"):
             ppo_loss(x, x, torch.zeros(2))
         for options in ({"clip_low": 1.5}, {"clip_high": -0.1}, {"dual_clip": 0.5}):
             with pytest.raises(BadInput, match=next(iter(options))):
@@ -204,9 +205,9 @@ class TestSAPO:
 
     def test_it_has_no_clip(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match=r"clip_low=0\.2 with loss='sapo'"):
+        with expect_error(BadInput, value=r"clip_low=0\.2 with loss='sapo'"):
             policy_loss("sapo", x, x, x, x, clip_low=0.2)
-        with pytest.raises(BadInput, match="temperature_positive=0"):
+        with expect_error(BadInput, value="temperature_positive=0"):
             sapo_loss(x, x, x, 0.0)
 
 
@@ -224,13 +225,13 @@ class TestPolicyLoss:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match=r"dual_clip=3\.0 with loss='gspo'"):
+        with expect_error(BadInput, value=r"dual_clip=3\.0 with loss='gspo'"):
             policy_loss("gspo", x, x, x, x, dual_clip=3.0)
-        with pytest.raises(BadInput, match="kind='trpo'"):
+        with expect_error(BadInput, value="kind='trpo'"):
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
-        with pytest.raises(BadInput, match="mask_BT has shape"):
+        with expect_error(BadInput, value="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))
-        with pytest.raises(BadInput, match="clip_high=-1"):
+        with expect_error(BadInput, value="clip_high=-1"):
             cispo_loss(x, x, x, 0.2, -1.0)
 
 
@@ -281,7 +282,7 @@ class TestValueLoss:
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
-        with pytest.raises(BadInput, match="returns_BT has shape"):
+        with expect_error(BadInput, value="returns_BT has shape"):
             value_loss(x, x, torch.zeros(2, 1))
-        with pytest.raises(BadInput, match="clip=-1"):
+        with expect_error(BadInput, value="clip=-1"):
             value_loss(x, x, x, clip=-1.0)

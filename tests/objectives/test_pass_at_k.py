@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.objectives.pass_at_k import pass_at_k
 
@@ -35,5 +36,5 @@ def test_it_is_unbiased_where_the_plug_in_estimate_is_not(p: float) -> None:
 
 @pytest.mark.parametrize(("samples", "passed", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
 def test_what_cannot_be(samples: int, passed: int, k: int) -> None:
-    with pytest.raises(BadInput, match="1 <= k <= samples"):
+    with expect_error(BadInput, rule="1 <= k <= samples"):
         pass_at_k(samples, passed, k)

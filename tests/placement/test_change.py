@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.expected import expect_error
 from tests.placement.memory_ranks import CONFIG, config_of
+from workbench.display.html import seconds_text
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
 from workbench.placement.change import PlacementChange
@@ -205,7 +208,7 @@ def test_memory_while_things_move() -> None:
     assert found.fits
     tight = change(old, new, has_bytes=source, device="cuda")
     assert not tight.fits
-    with pytest.raises(BadInput, match=r"needs .* on cuda:0 while things move .* too little"):
+    with expect_error(BadInput, rule="needs .* on cuda:0 while things move .* too little"):
         tight.require_fit()
     assert change(old, new).fits is None, "unknown"
 
@@ -220,7 +223,18 @@ def test_how_long_it_takes_and_how_it_shows() -> None:
         start_s=8.0,
     )
     assert found.seconds == pytest.approx(found.total_bytes / 1e9)
-    assert "at 1.0 GB/s (assumed); new processes and models 8.0 s; untouched: none; pools kept: none" in str(found)
+    assert found.expected_s == pytest.approx(found.total_bytes / 1e9 + 8.0)
+    assert found.expected_text == f"at least {seconds_text(found.expected_s)}", "nothing is known beyond that"
+    told = (
+        f"{found.expected_text} in all (the bytes {seconds_text(found.seconds)} at 1.0 GB/s (assumed); new processes "
+    )
+    told += "and models 8.0 s, as the current ones took; the rest is known after the first move that starts processes)"
+    assert f"{told}; untouched: none" in str(found)
+    later = dataclasses.replace(found, rest_s=2.0)
+    assert later.expected_s == pytest.approx(found.expected_s + 2.0)
+    assert f"about {seconds_text(later.expected_s)} in all" in str(later)
+    assert "the rest 2.0 s, as in earlier moves)" in str(later)
+    assert dataclasses.replace(found, bandwidth_bytes_s=None).expected_s is None
     assert found.frame().set_index("role").loc["critic", ["action", "pool", "new_pool"]].tolist() == [
         "moves", "shared", "scorers",
     ]  # fmt: skip

@@ -15,11 +15,12 @@ from benchmarks.memory import Case
 from benchmarks.memory import measured as measured_passes
 from tests.cases import rollouts, tiny_lab, train_on
 from tests.engines.training_ranks import Alone, run_ranks
+from tests.expected import expect_error
 from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_of
 from workbench.backends.hosts import Hosts
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
-from workbench.launch import opening
+from workbench.launch import fit
 from workbench.models.heads import TokenLogProbs
 from workbench.placement import Layout, Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -121,6 +122,8 @@ def test_the_peak_of_a_pass_is_what_the_allocator_says() -> None:
         Case(role="actor", engine="torch", dtype="float32", recomputed=True, **more),
         Case(role="actor", engine="zero1", dtype="bfloat16", **more),
         Case(role="actor", engine="zero2", dtype="float32", **more),
+        Case(role="actor", engine="zero2", dtype="float16", **more),
+        Case(role="actor", engine="zero3", dtype="float16", **more),
         Case(role="critic", engine="zero3", dtype="float32", **more),
         Case(role="reference", engine="frozen", dtype="bfloat16", **more),
     ]
@@ -183,16 +186,18 @@ def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
     estimate = estimate_memory(Placement.standalone(actor=1, reference=1), models)
     certain, peak = estimate.certain(0, 1), estimate.peak(0) + estimate.peak(1)
     assert estimate.certain(1) == 0, "weights that are only read may be mapped from the file, and shared"
-    with pytest.raises(BadInput, match=r"needs 3\.1 MB on this machine: .*actor optimizer 1\.6 MB.*2\.1 MB too little"):
+    with expect_error(
+        BadInput, value=r"needs 3\.1 MB on this machine: .*actor optimizer 1\.6 MB", rule=r"2\.1 MB too little"
+    ):
         check_fit(estimate, has_bytes=1_000_000, models=models)
-    with pytest.raises(BadInput, match=r"use an adapter"):
+    with expect_error(BadInput, remedy="use an adapter"):
         check_fit(estimate, has_bytes=certain - 1, models=models)
     doubt = check_fit(estimate, has_bytes=peak - 1, models=models)
     assert "may run out of memory" in doubt
     assert "use a smaller Training.micro_batch_tokens" in doubt
     assert check_fit(estimate, has_bytes=peak, models=models) == ""
     gpus = estimate_memory(Placement.standalone(actor=1, reference=1), models, device="cuda", device_bytes=10**9)
-    with pytest.raises(BadInput, match=r"on cuda:0"):
+    with expect_error(BadInput, value="on cuda:0"):
         check_fit(gpus, has_bytes=3_000_000, models=models)
     assert check_fit(gpus, has_bytes=max(gpus.peak(0), gpus.peak(1)), models=models) == "", "each device by itself"
 
@@ -200,13 +205,13 @@ def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
 def test_opening_refuses_what_cannot_fit_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "available_bytes", lambda: 2_000_000)
+    monkeypatch.setattr(fit, "available_bytes", lambda: 2_000_000)
     with monkeypatch.context() as nothing_starts:
         nothing_starts.setattr(Hosts, "start", lambda *_: pytest.fail("started"))
         for backend in ("ray", "inline"):
-            with pytest.raises(BadInput, match=r"needs .* on this machine.*it has 2\.0 MB"):
+            with expect_error(BadInput, value="needs .* on this machine", rule=r"it has 2\.0 MB"):
                 tiny_lab("large", tmp_path, backend=backend)
-    monkeypatch.setattr(opening, "available_bytes", lambda: 20_000_000)
+    monkeypatch.setattr(fit, "available_bytes", lambda: 20_000_000)
     with pytest.warns(UserWarning, match=r"may run out of memory"):
         tiny_lab("large", tmp_path, backend="inline").close()
 
@@ -232,5 +237,5 @@ def test_a_live_workbench_holds_what_it_is_estimated_to(tmp_path: Path) -> None:
         assert len(batch) == 4
         change = lab.diff(lab.placement)
         assert (change.total_bytes, change.seconds, change.fits) == (0, 0.0, True)
-        with pytest.raises(BadInput, match="this workbench has"):
+        with expect_error(BadInput, rule="this workbench has"):
             lab.diff(wb.Placement.split(64))

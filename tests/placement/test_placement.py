@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.expected import expect_error
 from tests.light import describe
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
@@ -42,7 +43,7 @@ def test_a_layout_needs_an_engine_that_computes_in_it() -> None:
     cut = Placement.colocate(4, layouts={"actor": (1, 2, 2)})
     assert describe({"actor": Worker}, cut).placement.layout_of("actor") == Layout(1, 2, 2)
     assert describe({"actor": None}, cut).layout_of("actor") == Layout(1, 2, 2).generating(1)
-    with pytest.raises(BadInput, match=r"layouts\['actor'\]=\(p=2, t=1, d=2\).*deepspeed.*engine='torch'"):
+    with expect_error(BadInput, value=r"layouts\['actor'\]=\(p=2, t=1, d=2\).*deepspeed", remedy="engine='torch'"):
         describe({"actor": None}, Placement.colocate(4, layouts={"actor": (2, 1, 2)}))
     assert describe({"actor": None}, Placement.colocate(4)).placement.layout_of("actor") == Layout(d=4)
 
@@ -50,9 +51,9 @@ def test_a_layout_needs_an_engine_that_computes_in_it() -> None:
 def test_roles_that_deepspeed_trains_on_the_same_devices_share_t() -> None:
     both: dict[str, None] = {"actor": None, "critic": None}
     of_actor = {"actor": (1, 2, 1)}
-    with pytest.raises(BadInput, match=r"t=2 for 'actor' and t=1 for 'critic'.*same t.*engine='torch'"):
+    with expect_error(BadInput, value="t=2 for 'actor' and t=1 for 'critic'", rule="same t", remedy="engine='torch'"):
         describe(both, Placement.colocate(2, layouts=of_actor))
-    with pytest.raises(BadInput, match="t=2 for 'critic' and t=1 for 'cost_critic'"):
+    with expect_error(BadInput, value="t=2 for 'critic' and t=1 for 'cost_critic'"):
         describe({"critic": None, "cost_critic": None}, Placement.colocate(2, layouts={"critic": (1, 2, 1)}))
     for fine in (
         Placement.colocate(2, layouts=dict.fromkeys(both, (1, 2, 1))),

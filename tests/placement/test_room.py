@@ -8,6 +8,7 @@ import pytest
 from transformers import Qwen2Config
 
 from benchmarks.memory import SIZES
+from tests.expected import expect_error
 from tests.placement.memory_ranks import ADAPTER
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
@@ -66,7 +67,7 @@ def test_four_models_of_a_billion_take_turns_on_one_gpu_of_80_gb() -> None:
     # side by side there is no room for anything but small passes
     side = {tenant.role: tenant.memory for tenant in side_by_side.tenants}
     assert side["critic"].activations < held["critic"].activations / 2
-    with pytest.raises(BadInput, match=r"no key-value cache|needs .* on cuda:0"):
+    with expect_error(BadInput, value="no key-value cache|needs .* on cuda:0"):
         check(estimated(48))
 
 
@@ -122,17 +123,21 @@ def test_a_fraction_is_taken_at_its_word_and_refused_where_it_cannot_work() -> N
     (actor,) = (tenant.memory for tenant in estimate.tenants if tenant.role == "actor")
     assert actor.generation_weights + actor.generation_kv_cache == int(0.25 * 79 * GIB)
     small: dict[str, Any] = {"generation": {"gpu_memory_fraction": 0.03}}
-    with pytest.raises(BadInput, match=r"gpu_memory_fraction=0.03: 2\.\d GB of cuda:0.*needs .* for weights"):
+    with expect_error(BadInput, value=r"gpu_memory_fraction=0.03: 2\.\d GB of cuda:0", rule="needs .* for weights"):
         check(estimated(79, roles, **small), roles, **small)
     large: dict[str, Any] = {"generation": {"gpu_memory_fraction": 0.8}}
-    with pytest.raises(BadInput, match=r"on cuda:0: actor generation kv cache .* too little.*gpu_memory_fraction"):
+    with expect_error(
+        BadInput, value="on cuda:0: actor generation kv cache ", rule=" too little", remedy="gpu_memory_fraction"
+    ):
         check(estimated(79, roles, **large), roles, **large)
 
 
 def test_a_micro_batch_that_cannot_work_is_refused() -> None:
     roles = ("actor",)
     large: dict[str, Any] = {"training": {"micro_batch_tokens": 65_536}}
-    with pytest.raises(BadInput, match=r"micro_batch_tokens=65,536 for actor: a pass needs \d+ GB.*leave it out"):
+    with expect_error(
+        BadInput, value=r"micro_batch_tokens=65,536 for actor: a pass needs \d+ GB", remedy="leave it out"
+    ):
         check(estimated(79, roles, **large), roles, **large)
     small: dict[str, Any] = {"training": {"micro_batch_tokens": 8192}}
     assert check(estimated(79, roles, **small), roles, **small) == ""

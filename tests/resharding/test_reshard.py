@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from tests.expected import expect_error
 from tests.resharding.counting import Held, count, shapes_of
 from workbench.errors import BadInput
 from workbench.placement import Layout
@@ -129,7 +129,7 @@ def test_boxes_are_sets_of_cells(left: boxes.Box, others: list[boxes.Box]) -> No
 
 def test_wrong_ranks_are_said() -> None:
     for ranks in ((0,), (0, 0), (0, -1)):
-        with pytest.raises(BadInput, match="as many different ranks"):
+        with expect_error(BadInput, rule="as many different ranks"):
             Distribution(WEIGHTS, Layout(1, 2, 1), ranks)
-    with pytest.raises(BadInput, match=r"Distribution\.sharding='ring'"):
+    with expect_error(BadInput, value=r"Distribution\.sharding='ring'"):
         Distribution(WEIGHTS, Layout(1, 1, 1), (0,), "ring")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from tests.engines.training_ranks import run_ranks
+from tests.expected import expect_error
 from tests.resharding.counting import Held, count
 from tests.resharding.sharded_ranks import GENERATE, everything
 from workbench.errors import BadInput
@@ -65,7 +66,7 @@ def test_a_sync_of_zero_moves_what_an_independent_count_says(t_g: int, whole: bo
 
 def test_a_model_whose_cut_is_not_known_goes_whole() -> None:
     config = GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2, n_positions=16)
-    with pytest.raises(BadInput, match="whose cut is not known"):
+    with expect_error(BadInput, value="whose cut is not known"):
         model_weights(config)
     weights = model_weights(config, unknown="whole")
     plan = ZeroSync(weights, 2, 1)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
+from tests.expected import expect_error
 from tests.resharding.counting import Held, count, generation_ranks
 from workbench.errors import BadInput
 from workbench.models import load_config
@@ -200,12 +201,12 @@ def test_all_layers_of_a_real_model_move_as_two_of_them_do() -> None:
 
 def test_wrong_input_is_said_before_anything_is_planned() -> None:
     weights = model_weights(load_config("tiny-llama"))
-    with pytest.raises(BadInput, match="'full', 'v', 'hybridflow'"):
+    with expect_error(BadInput, rule="'full', 'v', 'hybridflow'"):
         plan_transition(weights, Layout(1, 2, 1), "ring")
     for strategy in STRATEGIES:
-        with pytest.raises(BadInput, match="4 units over t=3"):
+        with expect_error(BadInput, value="4 units over t=3"):
             plan_transition(weights, Layout(1, 3, 1), strategy)
-        with pytest.raises(BadInput, match="2 layers over p=4"):
+        with expect_error(BadInput, value="2 layers over p=4"):
             plan_transition(weights, Layout(4, 1, 1), strategy)
 
 

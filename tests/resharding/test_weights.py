@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
 
@@ -100,9 +100,9 @@ def test_a_scalar_head_is_whole_and_on_the_last_stage() -> None:
 
 def test_what_cannot_be_cut_is_named() -> None:
     weights = model_weights(LlamaConfig(**SHAPE))
-    with pytest.raises(BadInput, match=r"self_attn\.q_proj\.weight: 8 units over t=3"):
+    with expect_error(BadInput, value=r"self_attn\.q_proj\.weight: 8 units over t=3"):
         weights.check(1, 3)
-    with pytest.raises(BadInput, match="4 layers over p=3"):
+    with expect_error(BadInput, value="4 layers over p=3"):
         weights.check(3, 1)
-    with pytest.raises(BadInput, match=r"h\.\*\.attn\.c_attn.*wte"):
+    with expect_error(BadInput, value=r"h\.\*\.attn\.c_attn.*wte"):
         model_weights(GPT2Config(n_layer=2, n_embd=32, n_head=2))

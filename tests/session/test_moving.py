@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, stored, tiny_lab, update_on, vowels
+from tests.expected import expect_error
 from tests.light import Together
 from workbench.backends import Pending
 from workbench.backends.starting import load_roles
@@ -136,6 +137,23 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
     assert lab.telemetry.events()["event"].to_list().count("move") == len(steps)
 
 
+def test_a_setting_that_is_assigned_while_models_move_is_kept(lab: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = lab.hosts.backend
+    work = backend.work
+
+    def assigning(host: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "take_role":
+            lab.actor.training.learning_rate = 3e-4
+        return work(host, method, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "work", assigning)
+    change = lab.move(wb.Placement.split(2))
+    monkeypatch.undo()
+    assert lab.placement == change.new
+    assert lab.actor.training.learning_rate == 3e-4
+    assert update_on(lab, stored())["actor/learning_rate"] == 3e-4
+
+
 def test_how_long_starting_takes_is_what_it_took(lab: Workbench) -> None:
     for host in hosts(lab).values():
         host._start_s, host._load_s = 5.0, {"actor": 2.0, "critic": 1.0, "reference": 0.5, "numeric": 0.1}
@@ -144,6 +162,16 @@ def test_how_long_starting_takes_is_what_it_took(lab: Workbench) -> None:
     assert lab.diff(lab.placement.with_role("critic", "own", devices=1)).start_s == 6.0
     assert lab.diff(lab.placement).start_s == 0.0
     lab.critic.move("own", devices=1)
+    change = lab.diff(lab.placement.with_role("reference", "other", devices=1))
+    assert change.rest_s is not None
+    event = lab.telemetry.events().query("event == 'move'")["details"].iloc[-1]
+    assert event["start_seconds"] == 6.0 and event["starts_processes"] and change.expected_s is not None
+    assert change.rest_s == max(0.0, event["seconds"] - event["transfer_seconds"] - 6.0)
+    assert change.expected_s == pytest.approx((change.seconds or 0.0) + change.start_s + change.rest_s)
+    assert lab.diff(lab.placement.with_role("reference", "own")).rest_s is None, (
+        "no move without new processes was made"
+    )
+    assert change.capacity_bytes == lab.read_memory()[0].capacity_bytes
     (built,) = (host._load_s for name, host in hosts(lab).items() if name == "own-0")
     assert 0 < built["critic"] < 60
 
@@ -198,7 +226,7 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
     later = Later()
     lab.hosts.pending_cleanup["shared"] = [("a move", later)]
     for _ in range(2):
-        with pytest.raises(StageError, match="'shared' is still at work on a move"):
+        with expect_error(StageError, value="'shared' is still at work on a move"):
             lab.actor.check_sync()
     later.over = True
     assert lab.actor.check_sync()[0] < 1e-3
@@ -252,7 +280,7 @@ def test_a_role_that_was_not_built_leaves_the_one_that_lives_alone(lab: Workbenc
     both = wb.Layout(), (0,)
     move = RoleMove(role="critic", key="m", hosts=("shared-0",), parts=parts, source=both, destination=both)
     carried = host.publish_role(move, 0)
-    with pytest.raises(StageError, match="critic was not built"):
+    with expect_error(StageError, value="critic was not built"):
         host.take_role(move, 0, carried, 1, beside=True)
     host.release(move.published)
     assert state(lab) == here
@@ -311,7 +339,7 @@ def test_roles_come_and_go(tmp_path: Path) -> None:
         assert [c.role for c in change.roles if c.action == "dropped"] == ["critic"]
         assert set(hosts(lab)) == {"shared-0"}
         assert held.fetch(["values"])["values"].lengths.tolist() == costs.lengths("response_ids").tolist()
-        with pytest.raises(NotFound, match=r"the critic was dropped.*has actor, reward, cost"):
+        with expect_error(NotFound, value="the critic was dropped", rule="has actor, reward, cost"):
             critic.compute_values(costs)
         with pytest.raises(AttributeError, match=r"has no critic; it has actor, reward, cost.*lab.add\('critic'"):
             lab.critic  # noqa: B018
@@ -354,9 +382,9 @@ def test_rollout_workers_come_and_go(tmp_path: Path) -> None:
         rollout, delegated = lab.rollout, lab.actor.generate_sequences
         assert generate(prompts, **seeded).meta["weights_version"] == 4
         assert lab.move(wb.Placement.colocate(1)).frame()["action"].tolist() == ["engine", "dropped"]
-        with pytest.raises(NotFound, match="the rollout was dropped"):
+        with expect_error(NotFound, value="the rollout was dropped"):
             rollout.generate_sequences(prompts, **seeded)
-        with pytest.raises(NotFound, match="the rollout was dropped"):
+        with expect_error(NotFound, value="the rollout was dropped"):
             rollout.check_sync()
         assert delegated(prompts, **seeded).meta["weights_version"] == 4
         assert lab.actor.weight_digests() == here
@@ -382,7 +410,7 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
         with pytest.raises(BadInput, match=message):
             lab.add(role, model, **options)
     lab.critic.move("scorers", devices=1)
-    with pytest.raises(BadInput, match=r"there are shared, scorers.*name one, pool='shared'"):
+    with expect_error(BadInput, rule="there are shared, scorers", remedy="name one, pool='shared'"):
         lab.add("cost", too_long)
     for role, message in (("cost", "has actor, critic"), ("actor", "tokenizer makes the tokens"), ("a", "unknown")):
         with pytest.raises(BadInput, match=message):
@@ -392,7 +420,7 @@ def test_roles_that_cannot_come_or_go(lab: Workbench) -> None:
 def test_a_reference_beside_an_adapter(tmp_path: Path) -> None:
     models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}
     with tiny_lab("adapter", tmp_path, models=models, training=TRAINING, backend="inline") as lab:
-        with pytest.raises(BadInput, match="the actor without its adapter"):
+        with expect_error(BadInput, rule="the actor without its adapter"):
             lab.drop("reference")
         shared = lab.reference
         lab.add("reference", TINY)
@@ -414,22 +442,24 @@ class Counting(CriticWorker):
 def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
     models = {"actor": TINY, "critic": wb.Model(TINY, worker=Counting)}
     with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
-        with pytest.raises(BadInput, match=r"moving Counting.*state of its own.*goes on as it was.*`extra_state`"):
+        with expect_error(
+            BadInput, value="moving Counting", rule="state of its own", remedy="goes on as it was.*`extra_state`"
+        ):
             lab.critic.move("own", devices=1)
         assert lab.critic.pool.name == "shared"
 
 
 def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="must be a Placement"):
+    with expect_error(BadInput, rule="must be a Placement"):
         lab.move("split")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="5 devices"):
+    with expect_error(BadInput, value="5 devices"):
         lab.move(wb.Placement.colocate(5))
-    with lab.kept("actor"), pytest.raises(BadInput, match=r"inside lab.kept\(\)"):
+    with lab.kept("actor"), expect_error(BadInput, value=r"inside lab.kept\(\)"):
         lab.move(wb.Placement.split(2))
     with tiny_lab("in", tmp_path / "in", backend="inline", models={"actor": TINY}) as inline:
         assert inline.move(wb.Placement.colocate(1)).total_bytes == 0
         elsewhere = wb.Placement.of({"other": (1, ["actor"])})
-        with pytest.raises(BadInput, match=r"new processes for other.*backend='ray'"):
+        with expect_error(BadInput, value="new processes for other", remedy="backend='ray'"):
             inline.move(elsewhere)
         assert inline.diff(elsewhere).fits is False
         assert "cannot be done now: new processes for other" in str(inline.diff(elsewhere))

@@ -14,6 +14,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.edited import Files, edited_files
+from tests.expected import expect_error
 from workbench.errors import BadInput, ReloadError
 from workbench.objectives import groups
 from workbench.workers.reload.sources import SourceFile, loaded, stamp_of
@@ -93,14 +94,14 @@ def test_operations_come_change_and_go(lab: Any, files: Files) -> None:
     lab.reload()
     with pytest.raises(AttributeError, match="no operation 'count'"):
         _ = lab.critic.count
-    with pytest.raises(KeyError, match="absent"):
+    with expect_error(KeyError, value="absent"):
         regress(lab, stored())
 
 
 def test_a_syntax_error_leaves_the_old_code_running(lab: Any, files: Files) -> None:
     files.edit("maths", "return 0.2", "return 0.01")
     files.edit("rewards", "return 1.0", "return (1.0")
-    with pytest.raises(BadInput, match=r"_rewards\.py, line 8: SyntaxError: '\(' was never closed: 'return \(1\.0'"):
+    with expect_error(BadInput, value=r"_rewards\.py, line 8: SyntaxError: '\(' was never closed: 'return \(1\.0'"):
         lab.reload()
     assert lab.critic.told() == [(0, 0.2, 2.0)]
     files.edit("rewards", "return (1.0", "return 2.0")
@@ -111,8 +112,8 @@ def test_a_syntax_error_leaves_the_old_code_running(lab: Any, files: Files) -> N
 def test_code_that_raises_at_import_leaves_the_old_code_running(lab: Any, files: Files) -> None:
     files.edit("maths", "return 0.2", "return 0.01")
     files.edit("rewards", "seen = []", "seen = [][0]")
-    with pytest.raises(
-        ReloadError, match=r"in kernel: IndexError: list index out of range \(.*_rewards\.py, line 4\)"
+    with expect_error(
+        ReloadError, value=r"in kernel: IndexError: list index out of range \(.*_rewards\.py, line 4\)"
     ) as e:
         lab.reload()
     report: Any = e.value.report
@@ -264,9 +265,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(lab: Any, files: Files
     for given, said in refused:
         with pytest.raises(BadInput, match=said):
             lab.reload(**given)
-    with lab.overlap(), pytest.raises(BadInput, match=r"inside lab\.overlap\(\)"):
+    with lab.overlap(), expect_error(BadInput, value=r"inside lab\.overlap\(\)"):
         lab.reload()
-    with lab.kept("critic"), pytest.raises(BadInput, match=r"inside lab\.kept\(\)"):
+    with lab.kept("critic"), expect_error(BadInput, value=r"inside lab\.kept\(\)"):
         lab.reload()
     assert lab.critic.told() == [(0, 0.2, 2.0)]
 
@@ -282,7 +283,7 @@ def test_autoreload(lab: Any, files: Files, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == ""
     files.edit("maths", "return 0.1", "return 0.")
     files.edit("critic", "def told(self):", "def told(self)")
-    with pytest.raises(BadInput, match=r"_critic\.py, line 21: SyntaxError.*lab\.autoreload\(False\)"):
+    with expect_error(BadInput, value=r"_critic\.py, line 21: SyntaxError", remedy=r"lab\.autoreload\(False\)"):
         lab.critic.told()
     lab.autoreload(False)
     assert lab.critic.told() == [(0, 0.1, 2.0)]
@@ -293,5 +294,5 @@ def test_autoreload(lab: Any, files: Files, capsys: pytest.CaptureFixture[str]) 
     assert run.result() == [(0, 0.1, 2.0)]  # what belongs together runs the same code
     run = lab.critic.told.submit()
     assert run.result() == [(0, 0.0, 2.0)]
-    with pytest.raises(BadInput, match="on='yes'"):
+    with expect_error(BadInput, value="on='yes'"):
         lab.autoreload("yes")

@@ -12,6 +12,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.errors import BadInput, RewardError, StageError, UnknownColumn
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
@@ -117,7 +118,7 @@ def test_shards_of_a_stage_that_failed_are_dropped_but_for_rows_that_were_finish
     with pytest.raises(BadInput):
         lab.reward.compute_reward(batch, function=mixed)
     assert shards(lab) == before
-    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+    with expect_error(RewardError, value="ZeroDivisionError") as caught:
         lab.reward.compute_reward(batch, function=broken)
     assert shards(lab) == before + 1 and caught.value.batch.failed().row.tolist() == [0, 1]
     before += 1  # held by the error
@@ -161,18 +162,20 @@ def test_arguments_are_checked_before_anything_is_sent(
 def test_a_penalty_in_the_loss_needs_the_reference(lab: wb.Workbench) -> None:
     batch = lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), samples=2, max_new_tokens=4))
     batch = lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo")
-    with pytest.raises(UnknownColumn, match=r"'ref_log_prob'.*run reference.compute_ref_log_prob"):
+    with expect_error(UnknownColumn, value="'ref_log_prob'", remedy="run reference.compute_ref_log_prob"):
         lab.actor.update_actor(batch, kl_coefficient=0.1)
     lab.actor.update_actor(batch)
+    with expect_error(UnknownColumn, value="'reward'", remedy=r"write 'rewards' \(the nearest\)"):
+        batch.df(["reward"])
 
 
 def test_rows_that_are_not_there(lab: wb.Workbench) -> None:
     batch = lab.prompts.next(3)
-    with pytest.raises(BadInput, match="row numbers from 0 to 2"):
+    with expect_error(BadInput, rule="row numbers from 0 to 2"):
         batch.fetch(rows=[99])
-    with pytest.raises(BadInput, match="row numbers from 0 to 2"):
+    with expect_error(BadInput, rule="row numbers from 0 to 2"):
         batch.df(rows=[0.5])  # type: ignore[list-item]
-    with pytest.raises(BadInput, match="n=0"):
+    with expect_error(BadInput, value="n=0"):
         batch.peek(0)
 
 
@@ -183,7 +186,7 @@ def test_a_worker_of_ones_own(tmp_path: Path) -> None:
         batch = lab.prompts.next(4)
         counted = lab.actor.count_tokens(batch, unit="characters")
         assert counted.fetch(["count"])["count"].tolist() == [len(p) for p in batch.df(["prompt"])["prompt"]]
-        with pytest.raises(BadInput, match=r"unit='bytes'.*'tokens', 'characters'"):
+        with expect_error(BadInput, value="unit='bytes'", rule="'tokens', 'characters'"):
             lab.actor.count_tokens(batch, unit="bytes")
         before = shards(lab)
         assert lab.actor.rows_here(batch) == [4]
@@ -195,7 +198,7 @@ def test_after_closing_everything_says_so(tmp_path: Path) -> None:
     batch = lab.prompts.next(2)
     lab.close()
     for use in (batch.df, lab.topology, lambda: lab.actor.compute_log_prob(batch), lambda: lab.prompts.next(1)):
-        with pytest.raises(wb.errors.NotFound, match=r"is closed.*open it again"):
+        with expect_error(wb.errors.NotFound, value="is closed", remedy="open it again"):
             use()
 
 
@@ -215,5 +218,5 @@ def test_what_a_failed_stage_did_not_make_takes_nothing_along(tmp_path: Path) ->
         assert len(scored.df(["old_log_prob"])) == 2
         assert lab.reward.compute_reward(scored.drop("boom")).peek()["rewards"].notna().all()
         for read in (scored.df, lambda: scored.take([0]), lambda: scored.select("boom")):
-            with pytest.raises(StageError, match=r"critic.explode failed on rank 0: ValueError: no such luck"):
+            with expect_error(StageError, value="critic.explode failed on rank 0: ValueError: no such luck"):
                 read()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput, WriteFailed
 from workbench.support import files, signing
 
@@ -48,16 +49,16 @@ def test_only_a_regular_file_is_read_or_replaced(places: Path, name: str) -> Non
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/full", "/dev/null", "/dev/tty"])
 def test_devices_are_neither_read_nor_replaced(device: str) -> None:
-    with pytest.raises(BadInput, match=r"is a device|cannot be read"):
+    with expect_error(BadInput, value="is a device|cannot be read"):
         files.read_bytes(Path(device))
-    with pytest.raises(BadInput, match="is a device"):
+    with expect_error(BadInput, value="is a device"):
         files.write_bytes(Path(device), b"x")
     assert not Path(device).is_file()
 
 
 def test_a_link_is_followed_where_the_user_has_named_it_but_not_to_a_device(places: Path) -> None:
     assert files.read_bytes(places / "link", follow=True) == b"content"
-    with pytest.raises(BadInput, match="is a device"):
+    with expect_error(BadInput, value="is a device"):
         files.read_bytes(places / "zero", follow=True)
 
 
@@ -93,11 +94,11 @@ def test_files_of_others_and_those_that_others_may_write_are_not_trusted(entered
     if os.geteuid() == 0:
         os.chown(path, 0, 65534)
         path.chmod(0o620)
-        with pytest.raises(BadInput, match="can be written by other users"):
+        with expect_error(BadInput, value="can be written by other users"):
             files.read_bytes(path, own=True)
         path.chmod(0o600)
         os.chown(path, 65534, -1)
-        with pytest.raises(BadInput, match="belongs to user 65534, not to this one, 0"):
+        with expect_error(BadInput, value="belongs to user 65534, not to this one, 0"):
             files.read_bytes(path, own=True)
 
 
@@ -116,9 +117,9 @@ def test_a_file_of_an_older_version_is_made_private_where_only_this_user_could_w
 def test_a_size_is_a_limit_also_of_files_that_do_not_say_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 101)
-    with pytest.raises(BadInput, match="has 101 bytes, and 100 are the most"):
+    with expect_error(BadInput, value="has 101 bytes, and 100 are the most"):
         files.read_bytes(path, limit=100)
-    with pytest.raises(BadInput, match="has more than 10 bytes"):
+    with expect_error(BadInput, value="has more than 10 bytes"):
         files.read_bytes(Path("/proc/self/maps"), limit=10)  # says that it is empty
 
 
@@ -127,7 +128,7 @@ NO_PATHS = [5, None, b"x", "", "a\0b", "x" * 256, "é" * 200, "/x" * 3000, "\ud8
 
 @pytest.mark.parametrize("value", NO_PATHS, ids=lambda value: repr(value)[:20])
 def test_what_no_file_can_be_called_is_said_to_be_wrong(value: object) -> None:
-    with pytest.raises(BadInput, match=r"^where="):
+    with expect_error(BadInput, value="^where="):
         files.path_of(value, "where")
 
 
@@ -138,9 +139,11 @@ def test_a_write_that_fails_leaves_what_was_there_and_says_how_much_is_free(tmp_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(WriteFailed, match=r"file' cannot be written: .*it takes 5,000 bytes, and [\d,]+ bytes are"):
+        with expect_error(
+            WriteFailed, value="file' cannot be written: ", rule=r"it takes 5,000 bytes, and [\d,]+ bytes are"
+        ):
             files.write_bytes(path, b"x" * 5000)
-        with pytest.raises(WriteFailed, match="cannot be written"), files.new_folder(tmp_path / "folder") as new:
+        with expect_error(WriteFailed, value="cannot be written"), files.new_folder(tmp_path / "folder") as new:
             (new / "file").write_bytes(b"x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -203,7 +206,7 @@ def test_only_this_users_key_signs(entered: Path, monkeypatch: pytest.MonkeyPatc
     assert not signing.is_signed(mine)
     key.chmod(0o666)
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "mine"))
-    with pytest.raises(BadInput, match="can be written by other users"):
+    with expect_error(BadInput, value="can be written by other users"):
         signing.is_signed(mine)
 
 
@@ -213,7 +216,7 @@ def test_a_key_of_another_length_signs_nothing(tmp_path: Path, monkeypatch: pyte
     mine = signing.signed({"a": 1})
     (tmp_path / "home" / "signing_key").write_bytes(key)
     for use in (signing.signed, signing.is_signed):
-        with pytest.raises(BadInput, match=r"signing_key' has \d+ bytes"):
+        with expect_error(BadInput, value=r"signing_key' has \d+ bytes"):
             use(mine)
 
 
@@ -244,11 +247,11 @@ def test_a_home_of_another_user_is_refused_but_not_by_root(entered: Path, monkey
     assert files.read_bytes(theirs / "file", own=True) == b"content"
     assert signing.is_signed(signing.signed({"a": 1}))
     os.chown(theirs / "file", 65533, -1)
-    with pytest.raises(BadInput, match="belongs to user 65533"):
+    with expect_error(BadInput, value="belongs to user 65533"):
         files.read_bytes(theirs / "file", own=True)
     os.seteuid(65533)
     try:
-        with pytest.raises(BadInput, match="belongs to user 65534"):
+        with expect_error(BadInput, value="belongs to user 65534"):
             home()
     finally:
         os.seteuid(0)

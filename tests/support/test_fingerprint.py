@@ -82,6 +82,25 @@ def test_equal_content_and_only_that_counts_as_equal(one: Any, same: Any, other:
     assert fingerprint(one) != fingerprint(other)
 
 
+@pytest.mark.parametrize("of", [lambda first: {0: first}, lambda first: {first}, lambda first: [first]])
+def test_what_another_thread_changes_meanwhile_is_read_as_it_was(of: Any) -> None:
+    class Grows:
+        """While it is read, what holds it gets another item."""
+
+        def __reduce_ex__(self, protocol: Any) -> str:
+            if isinstance(held, dict):
+                held[len(held)] = 0
+            elif isinstance(held, set):
+                held.add(len(held))
+            else:
+                held.append(0)
+            return "grows"
+
+    first = Grows()
+    held: Any = of(first)
+    assert fingerprint(held) and len(held) == 2
+
+
 def test_what_holds_itself_has_an_end() -> None:
     def again(n: int) -> int:
         return again(n - 1) if n else 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from workbench.support.random_text import looks_random
 from workbench.support.secrets import MASK, masked
 from workbench.telemetry.store import TelemetryStore
 
@@ -80,7 +83,55 @@ HIDDEN = [
     f'connect("redis://:{SECRET}@h")',
     f'key = "-----BEGIN RSA PRIVATE KEY-----\\n{SECRET}\\n-----END RSA PRIVATE KEY-----"',
 ]
+# These names often hold no secret. A value is masked only if it looks like one.
+RANDOM = [
+    SECRET, "0123456789abcdef" * 2, "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "550e8400-e29b-41d4-a716-446655440000",
+    "JBSWY3DPEHPK3PXP", "aBcDxYzQrStUvWmNoPqR", "qwhezrtdmvoqpxkfjdhsayncbwlu", "AbC1_dEf2-GhI3_jKl4-MnO5",
+]  # fmt: skip
+WORDS = [
+    "reward",
+    "response_length_p95",
+    "generate_sequences/sync_gap/mean",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "gsm8k_train_v2",
+    "tokenLevelRewardsMean",
+    "maxNewTokensPerRow",
+    "20261124-002637-683609",
+    "kl_coefficient=0.05,clip=0.2",
+    "a long text 1a2b3c4d5e",
+    "internationalization",
+    "<|reserved_special_token_5|>",
+    "Qwen2.5-0.5B-Instruct-GPTQ-Int8",
+    "Qwen3ForCausalLM",
+    "/data/runs/ppo_v3/step_000120",
+]
+PERHAPS = [
+    'key = "{}"',
+    'my_key: str = "{}"',
+    'tokens = ["{}"]',
+    'tokens = {{"a": ("b", "{}")}}',
+    'hf_tokens = "{}"',
+    'OPENAI_KEY = "{}"',
+    'f(key="{}")',
+    'os.environ["WANDB_KEY"] = "{}"',
+    '{{"key": "{}"}}',
+    'def f(key="{}"): pass',
+    'os.getenv("X_KEY", "{}")',
+    'text = \'{{"key": "{}"}}\'',
+    "%env MY_KEY={}",
+    "%env MY_KEY {}",
+    "!tool --key {} --rows 3",
+    "!tool --key={}",
+    "!X_KEY={} tool",
+    "%%writefile settings.yaml\nkey: {}",
+    '["tool", "--key", "{}"]',
+    'x = 1  # key = "{}"',
+    'key = "{}"\nnot python',
+]
 SHOWN = [
+    "tokens = [1, 2, 3]",
+    'max_tokens = {"mean": 3}',
+    'key = ("data_source", "reward_model")',
     "max_new_tokens=64",
     'stop = ("\\n",)',
     'tokenizer = "abc"',
@@ -119,6 +170,27 @@ def test_a_secret_is_masked(text: str) -> None:
 @pytest.mark.parametrize("text", SHOWN)
 def test_what_is_none_stays(text: str) -> None:
     assert masked(text) == text
+
+
+@pytest.mark.parametrize("text", PERHAPS)
+def test_what_looks_random_is_masked_under_a_name_that_may_hold_a_secret(text: str) -> None:
+    for secret in RANDOM:
+        assert masked(text.format(secret)) == text.format(MASK)
+    for word in WORDS:
+        assert masked(text.format(word)) == text.format(word)
+
+
+@pytest.mark.parametrize("draw", [secrets.token_hex, secrets.token_urlsafe])
+def test_most_drawn_keys_look_random(draw: Callable[[int], str]) -> None:
+    assert sum(looks_random(draw(24)) for _ in range(500)) > 450
+
+
+def test_options_of_a_name_that_may_hold_a_secret() -> None:
+    options = {"key": SECRET, "tokens": ["a", {"b": SECRET}], "keys": [1, "reward"], "rows": SECRET}
+    assert masked(options) == {"key": MASK, "tokens": ["a", {"b": MASK}], "keys": [1, "reward"], "rows": SECRET}
+    assert masked(["run.py", "--key", SECRET, "--sort-key", "reward", SECRET]) == [
+        "run.py", "--key", MASK, "--sort-key", "reward", SECRET
+    ]  # fmt: skip
 
 
 def test_python_stays_python() -> None:
@@ -170,7 +242,24 @@ def test_a_large_cell_takes_time_that_grows_linearly(piece: str, frame: str) -> 
 
 
 HOSTILE = ["eyJ-", "eyJaaaaaaaaaaaa.", "token-", "token=", "token: '", "--", "login ", "://a", "-----BEGIN ", "%env "]
-HOSTILE += ['token="""', "{", "#", "=!", "password.", "Basic a", "https://a", "'token',", "A=", "x=[", "\n", "?", "[!"]
+HOSTILE += [
+    "key=",
+    "keys ",
+    "key=aA1bB2cC3dD4eE5f(",
+    'token="""',
+    "{",
+    "#",
+    "=!",
+    "password.",
+    "Basic a",
+    "https://a",
+    "'token',",
+    "A=",
+    "x=[",
+    "\n",
+    "?",
+    "[!",
+]
 
 
 @pytest.mark.thorough

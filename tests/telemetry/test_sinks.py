@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cases import tiny_lab
+from tests.expected import expect_error
 from workbench.errors import BadInput, MissingDependency
 from workbench.telemetry import TelemetryStore, sinks
 from workbench.telemetry.sinks import TrackedRun
@@ -118,16 +119,16 @@ def test_one_that_fails_is_given_up_with_one_warning_and_nothing_is_lost(
 
 
 def test_a_tracker_that_there_is_not_or_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(BadInput, match=r"trackers are tensorboard, wandb, mlflow, trackio.*write 'tensorboard'"):
+    with expect_error(BadInput, rule="trackers are tensorboard, wandb, mlflow, trackio", remedy="write 'tensorboard'"):
         tiny_lab("wrong", tmp_path, backend="inline", track="tensorbord")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"track='wandb' without the package 'wandb'.*pip install wandb"):
+    with expect_error(MissingDependency, value="track='wandb' without the package 'wandb'", remedy="pip install wandb"):
         sinks.check_tracker("wandb=mine")
 
 
 def test_one_that_does_not_start_is_heard_of_before_anything_is(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"track='tensorboard'. it did not start: .*Error"):
+    with expect_error(BadInput, value="track='tensorboard'", rule="it did not start: .*Error"):
         tiny_lab("unstarted", tmp_path, backend="inline", track=[f"tensorboard={tmp_path / 'file'}"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.telemetry import Recorder, Span, span
 from workbench.telemetry.peak import CudaGauge, LinuxGauge, PeakMeter, SampledGauge, gauge
@@ -22,9 +23,9 @@ def test_a_span_knows_its_kinds_and_times():
     assert made.row()["moved_bytes"] == 5
     assert made.row()["processed_tokens"] == 3
     assert pickle.loads(pickle.dumps(made)) == made
-    with pytest.raises(BadInput, match="must be one of queue, transfer, compute"):
+    with expect_error(BadInput, rule="must be one of queue, transfer, compute"):
         Span(**CALL, kind="thinking", start_s=10.0, end_s=12.0)
-    with pytest.raises(BadInput, match="start not after the end"):
+    with expect_error(BadInput, rule="start not after the end"):
         Span(**CALL, kind="compute", start_s=12.0, end_s=10.0)
     with pytest.raises(BadInput):
         Span(**CALL, kind="compute", start_s=float("nan"), end_s=10.0)
@@ -69,9 +70,9 @@ def test_a_failing_span_is_kept_with_the_error_and_the_next_is_no_child_of_it():
 
 def test_an_unknown_kind_or_label_is_refused_before_the_work():
     recorder = Recorder()
-    with pytest.raises(BadInput, match="'thinking'"), recorder.span("thinking"):
+    with expect_error(BadInput, value="'thinking'"), recorder.span("thinking"):
         pytest.fail("the block must not run")
-    with pytest.raises(BadInput, match="labels are stage, run"), recorder.bind(color="red"):
+    with expect_error(BadInput, rule="labels are stage, run"), recorder.bind(color="red"):
         pytest.fail("the block must not run")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.telemetry import Span, TelemetryStore, Transfer
 from workbench.telemetry.store import EVENT_COLUMNS, METRIC_COLUMNS, SPAN_COLUMNS, TRANSFER_COLUMNS
@@ -84,7 +85,7 @@ def test_metrics_are_wide_and_a_stage_shows_only_its_own(store: TelemetryStore):
 
 
 def test_a_metric_may_not_take_the_name_of_a_column(store: TelemetryStore):
-    with pytest.raises(BadInput, match="choose another name"):
+    with expect_error(BadInput, remedy="choose another name"):
         store.append_metrics("update_actor", 1, 0, {"stage": 1.0})
 
 

@@ -46,6 +46,13 @@ def named(prompt: str, response: str, **row: Any) -> float:
 named.__name__ = named.__qualname__ = HOSTILE
 
 
+class Answers:
+    """An environment whose answers are so."""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        return HOSTILE, 0.0, False
+
+
 class Named(wb.PPO):
     """An algorithm whose name is set below."""
 
@@ -85,6 +92,8 @@ def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         lab.report(HOSTILE, {HOSTILE: 0.5})
         (other / "metrics.jsonl").write_text((Path(lab.run_folder) / "metrics.jsonl").read_text())
         recorded(lab)
+        chat = lab.conversation(HOSTILE, environment=Answers, sampling=wb.Sampling(max_new_tokens=200, stop=("=",)))
+        chat.step()
         ids = Ragged.of([[20, 21], [22]], torch.int64)
         numbers: Table = {HOSTILE: ids.like(torch.ones(3)), f"a {HOSTILE}": torch.ones(2), "prompt_uid": torch.zeros(2)}
         texts: Table = {"prompt": [HOSTILE] * 2, f"b {HOSTILE}": [HOSTILE] * 2}

@@ -16,6 +16,7 @@ from workbench.telemetry import MemoryReading, Span, TelemetryStore
 from workbench.telemetry.store import MEMORY_COLUMNS
 from workbench_widgets.driver import Driver
 from workbench_widgets.memory import Memory
+from workbench_widgets.saved_picture import SavedPicture
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,28 @@ def test_what_hosts_hold_is_read_and_drawn(lab: wb.Workbench) -> None:
     assert view.charts()[0].limit[0] == total_bytes()
     assert "memory of held by role" in view.picture()
     json.dumps(view.payload(whole=True)[0], allow_nan=False)
+
+
+def test_an_idle_workbench_is_not_asked_again_for_each_saved_picture(lab: wb.Workbench) -> None:
+    view: Any = Memory(lab, Driver(lab))
+    saved: Any = SavedPicture()
+    view._ask()
+    counted = len(lab.telemetry.memory())
+    for _ in range(4):
+        view._asked_s = 0.0  # however long ago that was
+        saved._draw_all([view])
+        assert view._asking is None
+    assert len(lab.telemetry.memory()) == counted
+    assert not saved._changed(view)
+
+
+def test_hosts_that_are_gone_hold_nothing_now(lab: wb.Workbench) -> None:
+    (now,) = lab.read_memory()
+    gone = replace(now, host="before-the-move-0", device="cpu:7")
+    lab.telemetry.append_memory([gone, replace(gone, host="before-the-move-1", error="no answer in 1 s")])
+    view: Any = Memory(lab, Driver(lab))
+    assert "cpu:7" in [chart.title.partition(",")[0] for chart in view.charts()], "its past is drawn"
+    assert "before-the-move" not in view.below() + view.notes()
 
 
 def test_a_long_record_costs_what_is_added_and_is_drawn_in_few_points(

@@ -11,6 +11,8 @@ import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
+from tests.expected import expect_error
+from workbench.display.units import unit_of
 from workbench.errors import BadInput
 from workbench.telemetry import TelemetryStore
 from workbench_widgets.charts import plotly_js
@@ -118,11 +120,11 @@ def test_other_runs_are_beside_it(lab: wb.Workbench, view: Metrics) -> None:
     other.append_metrics("update_actor", 2, 8, {"loss": 0.5})
     assert view.depends_on() != before
     assert "<old>" not in view.controls() + view.picture()
-    with pytest.raises(BadInput, match="samples of <old>"):
+    with expect_error(BadInput, value="samples of <old>"):
         view.on_look(7, "<old>/20250101-000000")
     view.on_beside("<old>/20250101-000000", False)
     assert line(view, "update_actor/loss", "<old>/20250101-000000") is None
-    with pytest.raises(BadInput, match="1 others have metrics"):
+    with expect_error(BadInput, rule="1 others have metrics"):
         view.on_beside("nobody", True)
 
 
@@ -153,7 +155,38 @@ def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:
     assert turned == [("samples", {"iteration": 1}), ("samples", {"iteration": 2})]
     assert view.charts()[0].at == 2
     for wrong in ("0", "99", "", "x"):
-        with pytest.raises(BadInput, match="there are 1 to"):
+        with expect_error(BadInput, rule="there are 1 to"):
             view.on_iteration(wrong)
-    with pytest.raises(BadInput, match="from 0 to below 1"):
+    with expect_error(BadInput, rule="from 0 to below 1"):
         view.on_smooth("1")
+
+
+def test_what_metrics_are_counted_in() -> None:
+    wanted = {
+        "tokens": ["response_tokens/mean", "sampling_mask_tokens/max"],
+        "fraction": ["truncated/fraction", "teacher_tokens/mass", "value_clip_fraction"],
+        "nats": ["entropy", "reference_kl", "reference_kl_per_response", "rollout_gap/max", "old_log_prob/mean"],
+        "no unit": ["kl_coefficient", "first_minibatch/loss", "ratio/max_deviation", "learning_rate"],
+        "count": ["optimizer_steps", "steps/mean"],
+        "bytes": ["sync/received_bytes"], "seconds": ["weight_sync_s", "loading_seconds"], "reward": ["rewards/mean"],
+        "tokens per second": ["tokens/s", "tokens_per_s"], "value": ["my_score", "skill"],
+    }  # fmt: skip
+    assert {unit: [name for name in names if unit_of(name) == unit] for unit, names in wanted.items()} == wanted
+
+
+def test_every_metric_of_an_iteration_has_a_unit_or_is_known_to_have_none(lab: wb.Workbench, view: Metrics) -> None:
+    wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=4)).run(1)
+    view.depends_on()
+    assert [name for name in view.names() if unit_of(name[1]) == "value"] == []
+
+
+def test_a_check_and_a_comparison_are_not_in_the_frame_of_a_run(lab: wb.Workbench) -> None:
+    ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=4))
+    stages = set(ppo.graph().names)
+    ppo.step()  # the iteration has begun: what is reported from here on is of it
+    lab.check("masks")
+    assert {name.partition("/")[0] for name in ppo.iterate()} <= stages
+    lab.compare(lab.prompts.next(4), {"remax": wb.ReMax(lab, sampling=wb.Sampling(max_new_tokens=4))})
+    assert lab.last_metrics == {}
+    lab.check("masks")
+    assert {name.partition("/")[0] for name in ppo.run(1).columns} <= stages

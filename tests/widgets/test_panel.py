@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -14,8 +15,12 @@ import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
+from tests.expected import expect_error
+from workbench.display.images import as_images
 from workbench.errors import BadInput
+from workbench.telemetry import Transfer
 from workbench_widgets import Panel, View
+from workbench_widgets.saved_picture import MOST_BYTES, SavedPicture
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +39,20 @@ def test_the_same_views_are_one_panel(lab: wb.Workbench) -> None:
     assert lab.panel("stepper", "checks") is not lab.panel()
 
 
+def test_a_kernel_that_has_called_nothing_tells_of_the_iterations_before(tmp_path: Path) -> None:
+    with tiny_lab("before", tmp_path, backend="inline") as lab:
+        shown: Any = lab.panel("stepper").views["stepper"]
+        assert "There has been no stage yet" in shown.picture()
+        wb.PPO(lab, prompts=2, sampling=wb.Sampling(max_new_tokens=2)).iterate()
+        folder = lab.save(tmp_path / "one").folder
+    with wb.restore(folder, name="after", runs=tmp_path) as lab:
+        shown = lab.panel("stepper").views["stepper"]
+        shown.act("choose_algorithm", {"value": "by hand"})
+        assert "Iteration 1 is the last; this kernel has called no stage yet" in shown.picture()
+
+
 def test_a_view_that_there_is_not(lab: wb.Workbench) -> None:
-    with pytest.raises(BadInput, match=r"view 'steper'.*a panel has stepper"):
+    with expect_error(BadInput, value="view 'steper'", rule="a panel has stepper"):
         lab.panel("steper")
 
 
@@ -69,15 +86,15 @@ class TestStepper:
     def test_a_number_that_is_none(self, lab: wb.Workbench, ppo: Any) -> None:
         stepper = lab.panel(algorithm=ppo).views["stepper"]
         iteration = lab.iteration
-        with pytest.raises(BadInput, match="iterations='many'"):
+        with expect_error(BadInput, value="iterations='many'"):
             stepper.act("iterations", {"value": "many"})
-        with pytest.raises(BadInput, match="iterations='many'"):  # as the field shows it
+        with expect_error(BadInput, value="iterations='many'"):  # as the field shows it
             stepper.act("run", {})
         assert lab.iteration == iteration
         stepper.act("iterations", {"value": "2"})
 
     def test_an_algorithm_that_is_none(self, lab: wb.Workbench) -> None:
-        with pytest.raises(BadInput, match=r"panel\(algorithm='ppo'\)"):
+        with expect_error(BadInput, value=r"panel\(algorithm='ppo'\)"):
             lab.panel(algorithm="ppo")
 
     def test_the_menu_keeps_the_algorithms_that_it_was_given(self, lab: wb.Workbench, ppo: Any) -> None:
@@ -158,13 +175,13 @@ class TestDriver:
         driver.start("a long thing", work)
         assert begun.wait(20)
         try:
-            with pytest.raises(BadInput, match=r"a long thing \(started in the panel\) is under way"):
+            with expect_error(BadInput, rule=r"a long thing \(started in the panel\) is under way"):
                 lab.actor.generate_sequences(batch, max_new_tokens=2)
             drawn = lab.prompts.drawn
-            with pytest.raises(BadInput, match="a long thing"):
+            with expect_error(BadInput, rule="a long thing"):
                 lab.prompts.next(2)
             assert lab.prompts.drawn == drawn
-            with pytest.raises(BadInput, match="press Stop"):
+            with expect_error(BadInput, remedy="press Stop"):
                 driver.start("another", work)
             lab.spans()  # looking is not refused
         finally:
@@ -187,6 +204,25 @@ class TestDriver:
         assert "stopped" in panel.driver.outcome
         assert checks.report is None
         lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+
+    def test_a_stop_is_no_failure_and_says_how_far_it_came(self, lab: wb.Workbench, ppo: Any) -> None:
+        panel = lab.panel(algorithm=ppo)
+        ppo.restart()
+        before = lab.iteration
+        panel.views["stepper"].act("iterations", {"value": "500"})
+        panel.views["stepper"].act("run", {})
+        wait_until(lambda: lab.iteration >= before + 3)
+        panel.driver.stop()
+        assert panel.driver.wait(60)
+        assert panel.driver.error == ""
+        done = lab.metrics("update_actor")["iteration"].nunique()
+        said = re.match(r"stopped after (\d+) of 500 iterations", panel.driver.outcome)
+        assert said is not None, panel.driver.outcome
+        assert int(said[1]) <= lab.iteration - before <= int(said[1]) + 1
+        assert done > 0
+        assert not {"failed", "cancelled"} & set(lab.runs().tail(9)["state"])
+        panel.views["stepper"].act("iterations", {"value": "2"})
+        ppo.restart()
 
     def test_stop_ends_between_stages(self, lab: wb.Workbench, ppo: Any) -> None:
         panel = lab.panel(algorithm=ppo)
@@ -244,6 +280,19 @@ def test_while_nothing_happens_nothing_is_sent(lab: wb.Workbench, monkeypatch: p
     assert panel.work_s - spent_s < 0.1  # some looks at sizes of files
     lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
     wait_until(lambda: "draw" in sent)
+
+
+def test_a_fault_in_what_the_page_asked_for_ends_nothing(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = lab.panel("stepper", "traffic")
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(panel, "send", lambda message, buffers=(): sent.append(message))
+    panel._live()
+    panel._jobs.put(lambda: panel._receive({"act": "keep", "view": "of another version"}))
+    panel._jobs.put(lambda: panel._receive({"act": "hello"}))
+    wait_until(lambda: any(message["kind"] == "draw" for message in sent))
+    drawn = [(message["number"], message["whole"]) for message in sent if message["kind"] == "draw"]
+    assert drawn[0] == (1, True)
+    assert panel._thread and panel._thread.is_alive()
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -326,3 +375,39 @@ def test_a_still_picture_has_nothing_to_press(lab: wb.Workbench, ppo: Any) -> No
     html = panel._last().bundle()["text/html"]
     for control in ("data-act", "<button", "<select", "<input", 'role="button"'):
         assert control not in html, control
+
+
+def test_every_picture_is_followed_by_its_table(tmp_path: Path) -> None:
+    with tiny_lab("tables", tmp_path, backend="inline") as lab:
+        ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
+        ppo.run(2)
+        lab.check("ratio", "weights")  # all of them take 10 s
+        lab.telemetry.append_transfers(
+            [Transfer(run=1, stage="update_actor", source="a", destination="b", columns="rewards", bytes=4096,
+                      start_s=1.0, end_s=1.5, kind="batch")]
+        )  # fmt: skip
+        views: dict[str, Any] = {**lab.panel(algorithm=ppo).views, **lab.strip().views}
+        views["traffic"].shape = "flow"
+        htmls = {name: view.still() for name, view in views.items()}
+        htmls |= {"memory by call": lab.memory()._repr_html_(), "timeline by call": lab.timeline()._repr_html_()}
+        htmls["traffic by call"] = lab.traffic()._repr_html_()
+        behind = {name: as_images(html).split("<img ")[1:] for name, html in htmls.items()}
+        assert [name for name, parts in behind.items() for part in parts if "<table" not in part] == []
+        pictures = {name: len(parts) for name, parts in behind.items()}
+        assert {name for name, count in pictures.items() if not count} == {"samples", "conversation", "checks"}, (
+            "text, tables"
+        )
+        assert "reward of the last 2 iterations" in htmls["strip"]
+        for value in lab.metrics("compute_reward")["rewards/mean"]:
+            assert f"<td>{value:.4g}</td>" in htmls["strip"]
+        assert (
+            "<td>b</td><td>4.1 kB</td>" in htmls["traffic"] and "<td>b</td><td>4.1 kB</td>" in htmls["traffic by call"]
+        )
+        # what a cell keeps has images in the place of inline svg, which GitHub drops
+        kept = SavedPicture()
+        kept._draw_all(list(views.values()))
+        html = kept._bundle(list(views.values()), lab)["text/html"]
+        assert html.count("<img ") == sum(pictures[name] for name in views)
+        assert len(html.encode()) < MOST_BYTES
+        assert not [word for word in ("<svg", "<script", "<link", "http", "onclick") if word in html]
+        assert "<img " in lab.panel(algorithm=ppo).still().bundle()["text/html"]

@@ -10,6 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, update_on, vowels
+from tests.expected import expect_error
 from tests.session.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
@@ -39,8 +40,10 @@ def test_inline_shows_its_one_process_and_refuses_another(inline: Any) -> None:
     assert "one process, the kernel" in html
     assert html.count('class="wb-pe-card"') == 4
     assert "cpu:0" in html
+    capacity = bytes_text(inline.read_memory()[0].capacity_bytes)
+    assert f"this machine, of {capacity}," in html, "as the view of memory says"
     before = editor.depends_on()
-    with pytest.raises(BadInput, match="runs everything in the kernel"):
+    with expect_error(BadInput, rule="runs everything in the kernel"):
         editor.act("put", {"role": "critic", "value": "new pool"})
     assert editor.draft is None
     assert editor.depends_on() != before, "fields and cards go back to what is"
@@ -50,6 +53,24 @@ def test_inline_shows_its_one_process_and_refuses_another(inline: Any) -> None:
     assert "this machine, of" in still
     assert 'data-plan="standalone"' in still
     assert "4 roles on 1 device" in still
+
+
+def test_processes_of_environments_are_drafted_and_applied(inline: Any) -> None:
+    inline.move(inline.placement.with_role("environment", "environments", 2))
+    driver = Driver(inline)
+    editor = PlacementEditor(inline, driver)
+    still = editor.picture()
+    assert "process 1" in still and "process 2" not in still and "<span>2 processes</span>" in still
+    editor.act("grow", {"pool": "environments", "by": 1})
+    assert editor.draft == inline.placement.with_devices("environments", 3)
+    assert "process 2" in drawn(editor)
+    editor.act("apply", {})
+    ended(driver)
+    assert inline.placement.environments.devices == 3
+    drawn(editor)
+    assert "colocate" in [offer.plan.name for offer in editor._costs.offers]
+    editor.act("take", {"name": "colocate"})
+    assert editor.draft is None  # a plan of devices leaves the processes as they are
 
 
 def test_it_is_a_tab_of_the_panel(inline: Any) -> None:
@@ -79,22 +100,30 @@ def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:
     driver = Driver(shared)
     editor, live = PlacementEditor(shared, driver), shared.placement
     update_on(shared, stored())
-    with pytest.raises(BadInput, match="nothing is drafted"):
+    with expect_error(BadInput, rule="nothing is drafted"):
         editor.act("apply", {})
     editor.act("step", {"role": "critic", "by": 1})
-    assert "asking the hosts what it would move" in editor.payload(whole=True)[0]["html"]
+    html = editor.payload(whole=True)[0]["html"]
+    assert "asking the hosts what it would move" in html
+    assert html.count("a free slot") == 1, "the new pool's, not the live one's"
+    assert "cpu:0" in html
     assert 'disabled title="asking' in editor.controls()
     html, change = drawn(editor), shared.diff(editor.draft)
     assert shared.placement == live, "a draft touches nothing"
     assert "moves from shared" in html
+    assert f"{change.expected_text} in all" in html
+    assert change.expected_text.startswith("at least "), "no move has been made yet"
     assert bytes_text(change.total_bytes) in html
     assert "\N{CHECK MARK} fits" in html
     editor.act("apply", {})
-    assert ended(driver).startswith("moved ")
+    told = ended(driver)
+    assert told.startswith("moved ")
+    assert ", predicted at least " in told
     assert editor.draft is None
     assert shared.placement.pool_of("critic").name == "critic"
     assert set(shared.topology().query("role == 'critic'")["pool"]) == {"critic"}
     update_on(shared, stored())
+    assert shared.diff(live.with_role("reference", "own", 1)).expected_text.startswith("about ")
     editor.act("put", {"role": "reward", "value": "critic"})
     editor.act("apply", {})
     ended(driver)
@@ -166,9 +195,9 @@ def test_layouts_sizes_and_rollout_workers_are_drafted(shared: Any) -> None:
     editor.act("resize", {"pool": "shared", "value": "2"})
     editor.act("lay_out", {"role": "critic", "axis": "t", "value": "2"})
     assert editor.draft.layout_of("critic") == wb.Layout(1, 2, 1)
-    with pytest.raises(BadInput, match="give the pool"):
+    with expect_error(BadInput, remedy="give the pool"):
         editor.act("grow", {"pool": "shared", "by": 1})
-    with pytest.raises(BadInput, match="this workbench has 4 slots"):
+    with expect_error(BadInput, rule="this workbench has 4 slots"):
         editor.act("resize", {"pool": "shared", "value": "8"})
     editor.act("take_back", {"role": "critic"})
     editor.act("rollout", {})
@@ -193,13 +222,14 @@ def test_plans_are_priced_and_taken(shared: Any) -> None:
     figures = bytes_text(offers["standalone"].change.total_bytes)
     assert figures not in editor.payload(whole=True)[0]["html"].split('data-plan="standalone"')[1]
     assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
-    with pytest.raises(BadInput, match="not on offer"):
+    with expect_error(BadInput, rule="not on offer"):
         editor.act("take", {"name": "best"})
 
 
 def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
     editor: Any = PlacementEditor(shared, Driver(shared))
-    with pytest.raises(BadInput, match="no algorithm has taken a step"):
+    assert "No iteration is predicted: workbench" in drawn(editor)
+    with expect_error(BadInput, value="no algorithm has taken a step"):
         editor.act("suggest", {})
     ppo = wb.PPO(shared, prompts=4, sampling=wb.Sampling(max_new_tokens=4))
     ppo.run(2)
@@ -214,5 +244,6 @@ def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
     assert taken == sorted(taken)
     assert offers["colocate"].predicted_s == shared.predict(offers["colocate"].placement).iteration_s
     assert 'data-plan="quickest"' in html
+    assert "predicted:" not in html and "not predicted" not in html
     editor.act("take", {"name": "second"})
     assert editor.draft == offers["second"].placement

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import workbench as wb
+from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench_widgets import placement_edits as edits
 
@@ -32,9 +33,9 @@ def test_a_pool_of_ones_own_takes_a_free_name() -> None:
 
 def test_d_follows_from_the_devices() -> None:
     assert edits.lay_out(SHARED, "critic", "t", "2").layout_of("critic") == wb.Layout(1, 2, 1)
-    with pytest.raises(BadInput, match="p\\*t\\*d is 3"):
+    with expect_error(BadInput, rule=r"p\*t\*d is 3"):
         edits.lay_out(SHARED, "critic", "t", 3)
-    with pytest.raises(BadInput, match="whole number"):
+    with expect_error(BadInput, rule="whole number"):
         edits.lay_out(SHARED, "critic", "p", "two")
 
 
@@ -49,5 +50,5 @@ def test_a_role_is_taken_back_with_its_layout() -> None:
 
 def test_sizes() -> None:
     assert edits.resize(APART, "policy", "3").devices == 4
-    with pytest.raises(BadInput, match="whole number"):
+    with expect_error(BadInput, rule="whole number"):
         edits.resize(APART, "policy", 0)

@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 from workbench_widgets.driver import Driver
@@ -135,7 +136,7 @@ def test_rows_are_sorted_filtered_and_paged(view: Samples, lab: wb.Workbench) ->
     assert 17 in view.look().found and 18 not in view.look().found
     view.on_where("rewards > 2")
     assert "No row is left" in view.picture()
-    with pytest.raises(BadInput, match="rewardz"):
+    with expect_error(BadInput, value="rewardz"):
         view.on_where("rewardz > 2")
     assert view.where == "rewards > 2"
     lab.release(batch)
@@ -151,7 +152,7 @@ def test_rows_are_sorted_filtered_and_paged(view: Samples, lab: wb.Workbench) ->
 )  # fmt: skip
 def test_an_expression_is_of_columns_and_numbers_alone(where: str) -> None:
     frame = pd.DataFrame({"rewards": [0.0, 1.0], "truncated": [True, False]})
-    with pytest.raises(BadInput, match="rows where"):
+    with expect_error(BadInput, value="rows where"):
         chosen(frame, where)
 
 
@@ -254,7 +255,7 @@ def test_clip_bounds_are_the_algorithms_until_they_are_set(view: Samples, lab: w
     assert view.clip == (0.2, 0.2)
     view.on_clip("high", "0.28")
     assert view.clip == (0.2, 0.28)
-    with pytest.raises(BadInput, match="must be a number"):
+    with expect_error(BadInput, rule="must be a number"):
         view.on_clip("low", "wide")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import workbench as wb
 from tests.cases import tiny_lab
 from tests.display.by_rows import device_times
+from tests.expected import expect_error
 from workbench.display.idle import CAUSES
 from workbench.display.span_table import SpanTable
 from workbench.display.timeline import times_of
@@ -192,6 +194,105 @@ def test_cells_of_another_kernel_are_not_taken_for_ours(tmp_path: Path) -> None:
     assert 'data-cell="5"' in view._cell(1)
 
 
+def _thinking(tmp_path: Path) -> tuple[Lab, TimelineView]:
+    """Cells 1 and 2 call two stages each, of one second; two minutes lie between the cells."""
+    lab = Lab(tmp_path, [("train", "cpu:0"), ("rollout", "cpu:1")])
+    for run, (at, device, stage) in enumerate(
+        [(0, 0, "update_actor"), (1, 1, "generate"), (122, 0, "update_actor"), (123, 1, "generate")]
+    ):
+        lab.telemetry.append_event("run", run=run, stage=stage, cell=1 + run // 2, cell_id="")
+        pool, role = ("train", "rollout")[device], ("actor", "rollout")[device]
+        lab.telemetry.append_spans(
+            [span(run, 1e9 + at, 1e9 + at + 1, device, stage=stage, pool=pool, role=role, tokens=100, bytes=10)]
+        )
+    return lab, TimelineView(lab, None)
+
+
+def test_time_between_cells_is_folded_and_what_is_in_sight_stays_when_it_is_unfolded(tmp_path: Path) -> None:
+    lab, view = _thinking(tmp_path)
+    data = drawing(view)
+    assert data["length_s"] == pytest.approx(4 + 0.02 * 4)
+    assert ">2 min 00 s, nothing called</text>" in data["svg"]
+    assert "2 min 00 s, nothing called" in view.picture()
+    assert "fold time in which nothing was called" in view.controls()
+    view.act("look", {"asked": "a", "width": 900, "view": [2.08, 3.08]})  # the first second behind the break
+    assert drawing(view)["view"] == pytest.approx((2.08, 3.08))
+    lab.telemetry.append_event("run", run=9, stage="generate", cell=3, cell_id="")
+    lab.telemetry.append_spans([span(9, 1e9 + 124, 1e9 + 160)])  # breaks are as wide as the new picture asks for
+    data = drawing(view)
+    assert view._times(data["view"]) == pytest.approx((122.0, 123.0))
+    view.act("fold", {"value": False})
+    data = drawing(view)
+    assert data["view"] == pytest.approx((122.0, 123.0))
+    assert data["length_s"] == pytest.approx(160.0)
+    assert "2 min 00 s, nothing called" not in data["svg"]
+    assert "2 min 00 s, nothing called" not in view.picture()
+    view.act("fold", {"value": True})
+    assert "2 min 00 s, nothing called" in view.picture()
+
+
+def test_a_search_counts_marks_and_goes_from_match_to_match(tmp_path: Path) -> None:
+    _, view = _thinking(tmp_path)
+    assert drawing(view)["search"]["told"] == ""
+    seen = []
+    for given in ({"value": "generate"}, {"value": "generate", "by": 1}, {"value": "generate", "by": 1},
+                  {"value": "generate", "by": -1}):  # fmt: skip
+        view.act("find", given)
+        data = drawing(view)
+        seen.append((data["search"]["told"], data["chosen"]))
+    assert seen == [("1 of 2 spans", 1), ("2 of 2 spans", 3), ("1 of 2 spans", 1), ("2 of 2 spans", 3)]
+    assert data["svg"].count('class="hit"') == 1  # one line for each lane
+    assert "generate" in data["details"]
+    assert data["view"] is None  # it is in sight, and wide enough
+    view.act("look", {"asked": "a", "width": 900, "view": [0.0, 0.5]})
+    view.act("find", {"value": "cell:2 actor"})
+    data = drawing(view)
+    assert data["search"]["told"] == "1 of 1 span"
+    from_s, to_s = view._times(data["view"])
+    assert from_s <= 122.0
+    assert to_s >= 123.0
+    view.act("find", {"value": "nobody"})
+    assert drawing(view)["search"]["told"] == "no spans"
+    view.act("find", {"value": ""})
+    assert 'class="hit"' not in drawing(view)["svg"]
+
+
+def test_a_short_span_that_was_searched_for_is_zoomed_to_and_others_outside_are_counted(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, [("train", "cpu:0")])
+    view = TimelineView(lab, None)
+    for iteration in (0, 1):
+        _event(lab, "iteration", 1e9 + 1000 * iteration, iteration=iteration + 1)
+        start_s = 1e9 + 1000 * iteration
+        lab.telemetry.append_spans([span(2 * iteration, start_s, start_s + 990)])
+        lab.telemetry.append_spans([span(1 + 2 * iteration, start_s + 995, start_s + 995.01, stage="score")])
+    drawing(view)
+    view.act("find", {"value": "score"})
+    data = drawing(view)
+    assert data["search"]["told"] == "1 of 1 span; 1 in times that are not shown"
+    from_s, to_s = data["view"]
+    assert from_s < 995.0 < 995.01 < to_s
+    assert (to_s - from_s) * 3 < 0.01 * view._width
+    bar = re.search(r'class="span" data-n="3"[^>]* width="([\d.]+)"', data["svg"])
+    assert bar is not None
+    assert float(bar[1]) >= 3
+
+
+def test_a_range_is_added_up_in_each_section(tmp_path: Path) -> None:
+    _, view = _thinking(tmp_path)
+    drawing(view)
+    view.act("select", {"view": [0.5, 2.58]})  # half of the first stage to half a second behind the break
+    data = drawing(view)
+    assert data["range"] == pytest.approx((0.5, 2.58))
+    assert "from 0.500 s to 122.500 s, 2 min 02 s on 2 devices" in data["sums"]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", data["sums"])
+    assert cells[:7] == ["actor", "update_actor", "compute", "2", "1.0 s", "100", "10 B"]
+    assert cells[7:14] == ["rollout", "generate", "compute", "1", "1.0 s", "100", "10 B"]
+    assert cells[14:] == ["waiting for another pool", "2.0 s", "50 %", "nothing called", "4 min 00 s", ""]
+    view.act("select", {})
+    data = drawing(view)
+    assert (data["range"], data["sums"]) == (None, "")
+
+
 def test_windows_and_wrong_values(lab: wb.Workbench) -> None:
     view = TimelineView(lab, Driver(lab))
     view.payload(whole=True)
@@ -208,10 +309,10 @@ def test_windows_and_wrong_values(lab: wb.Workbench) -> None:
     drawing(view)
     assert titles(view) == ["iteration 1"]
     assert "iteration 1" in view.controls()
-    with pytest.raises(BadInput, match="each iteration that has begun"):
+    with expect_error(BadInput, rule="each iteration that has begun"):
         view.act("show", {"value": "iteration 9"})
     for value in ("0", "many", None):
-        with pytest.raises(BadInput, match="whole number"):
+        with expect_error(BadInput, rule="whole number"):
             view.act("iterations", {"value": value})
 
 
@@ -275,3 +376,27 @@ def shown(view: TimelineView) -> set[tuple[str, str]]:
 def _event(lab: Lab, event: str, time_s: float, **details: Any) -> None:
     with (lab.telemetry.folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time_s": time_s, "event": event, "details": details}) + "\n")
+
+
+def test_time_between_two_buttons_of_a_panel_is_nothing_called_and_within_one_it_is_the_controller(
+    lab: wb.Workbench,
+) -> None:
+    began_s = time.time()
+    for _ in range(2):  # as a panel's buttons do
+        with lab.driving("a test"):
+            batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+            time.sleep(0.3)
+            lab.actor.compute_log_prob(batch)
+        time.sleep(0.3)
+    view = TimelineView(lab, Driver(lab))
+    view.on_show("all")
+    view.payload(whole=True)
+    gaps = view._gaps()
+    long_ones = (gaps.start_s > began_s) & (gaps.end_s - gaps.start_s > 0.2)
+    assert [CAUSES[n].words for n in gaps.cause[long_ones]] == ["controller", "nothing called", "controller"]
+    (folding,) = (section.folding for section in view._folded(gaps))
+    start_s = folding.start_s + view._sections()[0].start_s
+    assert len(start_s[start_s > began_s]) == 1
+    assert "was called by a button of a panel" in view._cell(int(view._table.columns["run"].max()))
+    assert "nothing called</text>" in lab.timeline(None).svg
+    assert ", nothing called</text>" not in lab.timeline(None, fold=False).svg

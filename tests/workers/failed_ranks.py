@@ -15,7 +15,8 @@ from workbench.messages.metrics import as_metrics
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.settings.engines import Generation, Training
-from workbench.workers.roles.numeric import GROUPED, NumericWorker
+from workbench.workers.advantages import GROUPED
+from workbench.workers.roles.numeric import NumericWorker
 from workbench.workers.roles.reward import RewardWorker
 
 ROWS = 8
@@ -55,6 +56,7 @@ def shard(rank: int, size: int, **columns: Any) -> Shard:
     table = {
         "prompt_ids": ids, "response_ids": ids, "response_mask": every.like(torch.ones(len(ids.values)).bool()),
         "old_log_prob": every.like(-every.values.abs()), "rollout_log_prob": every.like(-every.values.abs() - 0.1),
+        "turn_ends": Ragged.of([[1, n] for n in every.lengths.tolist()], torch.int64),
         "values": every, "prompt_uid": torch.arange(ROWS) % 4 // 2, "rewards": torch.randn(ROWS, generator=draws),
         **columns,
     }  # fmt: skip
@@ -97,6 +99,10 @@ def outcomes() -> dict[str, Any]:
     for estimator in (*GROUPED, "gae"):
         correction = wb.Correction() if estimator == "off_policy_baseline" else None
         done[estimator] = numeric.compute_advantages(valid, estimator=estimator, correction=correction)  # type: ignore[arg-type]
+    ends = valid.ragged("response_mask")
+    flags = torch.tensor([t % 2 == 0 for n in ends.lengths.tolist() for t in range(n)])
+    columns = {**valid.columns, "rewards": valid.columns["values"], "step_ends": ends.like(flags)}
+    done["steps"] = numeric.compute_advantages(replace(valid, columns=columns), estimator="grpo_process")
     context.calls.close()
     return {
         "columns": {

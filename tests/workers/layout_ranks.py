@@ -42,6 +42,7 @@ def stages(layout: Layout, folder: Path) -> dict[str, Any]:
     done: dict[str, Output] = {}
     done["before"] = actor.generate_sequences(prompts, max_new_tokens=5)
     done["old"] = actor.compute_log_prob(shard)
+    done["gradient norms"] = actor.compute_gradient_norm(shard)
     done["ref"] = reference.compute_ref_log_prob(shard)
     done["values"] = critic.compute_values(shard, final=True)
     done["rewards"] = reward.compute_reward(shard)

@@ -20,6 +20,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
+from workbench.settings.engines import Optimizer
 from workbench.telemetry import Recorder
 from workbench.workers.model_worker import ModelWorker, digest
 from workbench.workers.role_state import RoleMove, publish_state, take_state
@@ -41,6 +42,7 @@ class Case:
     adapter: bool = False
     same: bool = False
     steps: int = 2
+    optimizer: Optimizer = "adamw"
 
 
 def moved(case: Case) -> dict[str, Any]:
@@ -54,7 +56,8 @@ def moved(case: Case) -> dict[str, Any]:
     hosts = [f"old-{n}" for n in range(size)] + ([] if case.same else [f"new-{n}" for n in range(size)])
     model = RoleModel(
         config=config_of(tied=case.head == "lm"), head=case.head, dtype=str(case.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        training=settings("torch" if case.kind == "frozen" else case.kind), trained=case.kind != "frozen",
+        training=settings("torch" if case.kind == "frozen" else case.kind, optimizer=case.optimizer),
+        trained=case.kind != "frozen",
         adapter=ADAPTER if case.adapter else None,
     )  # fmt: skip
     parts = tuple(part for part in state_of(model) if case.steps or part.what != "moments")
@@ -112,7 +115,7 @@ def _worker(case: Case, layout: Layout, seed: int) -> Any:
     if case.adapter:
         add_lora(model, ADAPTER, seed)
     module: Any = TokenLogProbs(model, micro_batch_tokens=512) if case.head == "lm" else TokenValues(model.model, 64)
-    given = None if case.kind == "frozen" else settings(case.kind)
+    given = None if case.kind == "frozen" else settings(case.kind, optimizer=case.optimizer)
     worker: Any = ModelWorker(Model("tiny-llama"), context_here())
     worker.engine = make_training_engine(module, given, groups_of(layout), device=CPU, dtype=case.dtype)
     return worker

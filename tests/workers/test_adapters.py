@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, MissingDependency, StageError
 from workbench.models import load_causal_lm
@@ -137,7 +138,7 @@ def test_vllm_holds_the_adapter_beside_the_model(
 
         monkeypatch.setattr(vllm_engine, "give_adapter", rounded)
         lab.actor.update_actor(batch)
-        with pytest.raises(StageError, match=r"q_proj\.lora_B\.weight did not arrive"):
+        with expect_error(StageError, remedy=r"q_proj\.lora_B\.weight did not arrive"):
             lab.actor.sync_weights()
         monkeypatch.setattr(vllm_engine, "give_adapter", give)
         assert lab.actor.sync_weights()[0]["sync_gap/mean"] < 0.05
@@ -201,9 +202,9 @@ def test_the_store_knows_that_the_reference_stays(lab: wb.Workbench, capsys: pyt
     lab.actor.update_actor(scored)
     with lab.reuse():
         lab.reference.compute_ref_log_prob(batch)
-        assert "reference.compute_ref_log_prob: from the store" in capsys.readouterr().out
+        assert "reference.compute_ref_log_prob: from the store" in capsys.readouterr().err
         lab.actor.compute_log_prob(batch)
-        assert "from the store" not in capsys.readouterr().out
+        assert "from the store" not in capsys.readouterr().err
 
 
 def test_it_is_shown_whose_bytes_they_are(lab: wb.Workbench, runs: Path) -> None:
@@ -239,7 +240,7 @@ def test_what_is_saved_loads_elsewhere(lab: wb.Workbench, runs: Path) -> None:
         again = other.reference.compute_ref_log_prob(other.actor.compute_log_prob(stored))
         for name in ("old_log_prob", "ref_log_prob"):
             torch.testing.assert_close(tokens(again, name)[0], tokens(batch, name)[0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadInput, match="holds something"):
+    with expect_error(BadInput, value="holds something"):
         lab.actor.save_adapter(runs / "adapter")
 
 
@@ -253,15 +254,15 @@ def test_dpo_starts_at_log_2_in_bfloat16(runs: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match=r"models\['critic'\] with an adapter.*only the actor"):
+    with expect_error(BadInput, value=r"models\['critic'\] with an adapter", rule="only the actor"):
         lab_of("critic", runs, models={"critic": wb.Model(TINY, adapter=LORA)})
-    with pytest.raises(BadInput, match=r"adapter=16.*wb\.LoRA"):
+    with expect_error(BadInput, value="adapter=16", rule=r"wb\.LoRA"):
         wb.Model(TINY, adapter=16)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"loading actor.*'query'.*q_proj"):
+    with expect_error(BadInput, value="loading actor.*'query'", rule="q_proj"):
         lab_of("targets", runs, wb.LoRA(targets=("query",)))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
-    with pytest.raises(MissingDependency, match=r"peft is not installed.*pip install 'workbench\[lora\]'"):
+    with expect_error(MissingDependency, value="peft is not installed", remedy=r"pip install -e '.\[lora\]'"):
         lab_of("missing", runs)
 
 
@@ -269,10 +270,10 @@ def test_an_actor_without_an_adapter_is_no_reference(runs: Path) -> None:
     with lab_of("plain", runs, None) as lab:
         with pytest.raises(AttributeError, match="no reference"):
             lab.reference  # noqa: B018
-        with pytest.raises(BadInput, match="without reference"):
+        with expect_error(BadInput, value="without reference"):
             wb.PPO(lab)
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
-        with pytest.raises(BadInput, match=r"actor.compute_ref_log_prob.*declare a reference"):
+        with expect_error(BadInput, value="actor.compute_ref_log_prob", remedy="declare a reference"):
             lab.actor.compute_ref_log_prob(batch)
-        with pytest.raises(BadInput, match="use save_model"):
+        with expect_error(BadInput, remedy="use save_model"):
             lab.actor.save_adapter(runs / "none")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
@@ -147,9 +148,26 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
         hinted = [torch.cat([row, row[-3:]]) for row in prompts.rows()]
         told = lab.put({**table, "teacher_prompt_ids": Ragged.of(hinted, torch.int64)}, meta=batch.meta)
         other = lab.teacher.compute_teacher_log_prob(told, top_k=32, prompt="teacher_prompt_ids")
-        assert lab.actor.update_distill(other)["loss"] > 0.01
-        with pytest.raises(UnknownColumn, match="teacher_prompt_ids"):
+        with lab.kept("actor"):
+            assert lab.actor.update_distill(other)["loss"] > 0.01
+        with expect_error(UnknownColumn, value="teacher_prompt_ids"):
             lab.teacher.compute_teacher_log_prob(batch, prompt="teacher_prompt_ids")
+
+        def told_more(prompt: str, answer: str) -> str:
+            return f"{prompt} It is {answer}."
+
+        algorithm = wb.Distill(lab, prompts=4, sampling=SAMPLING, top_k=32, teacher_prompt=told_more)
+        assert algorithm.graph().names[2] == "tell_teacher"
+        assert algorithm.run(1)["update_distill/divergence"].iloc[0] > 0.01
+        texts = algorithm.made["compute_teacher_log_prob"].fetch(["prompt", "answer", "teacher_prompt_ids"])
+        ids, prompts = texts["teacher_prompt_ids"], lab.prompts.source
+        assert isinstance(ids, Ragged) and prompts is not None
+        for row, told_ids in enumerate(ids.rows()):
+            assert told_ids.tolist() == prompts.render(told_more(str(texts["prompt"][row]), str(texts["answer"][row])))
+        with expect_error(BadInput, value="takes 'solution'", rule="parameters must be among: prompt, answer"):
+            wb.Distill(lab, teacher_prompt=lambda prompt, solution: prompt)
+        with expect_error(BadInput, value="what teacher_prompt returned for row 0 is None"):
+            wb.Distill(lab, prompts=4, teacher_prompt=lambda prompt: None).run(1)
 
 
 def test_demonstrations_can_be_distilled_and_tokens_can_be_left_out(lab: wb.Workbench) -> None:
@@ -171,24 +189,24 @@ def test_an_adapter_learns_from_the_model_under_it(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"another vocabulary than the actor's.*all roles read the same tokens"):
+    with expect_error(BadInput, value="another vocabulary than the actor's", rule="all roles read the same tokens"):
         open_lab("other", tmp_path, {"actor": TINY, "teacher": "smollm2-135m"})
-    with pytest.raises(BadInput, match="Distill on a workbench without reference"):
+    with expect_error(BadInput, value="Distill on a workbench without reference"):
         wb.Distill(lab, prompts=4, teacher="reference")
-    with pytest.raises(BadInput, match=r"top_k=265.*among 264 tokens"):
+    with expect_error(BadInput, value="top_k=265", rule="among 264 tokens"):
         wb.Distill(lab, prompts=4, top_k=265)
-    with pytest.raises(BadInput, match="beta"):
+    with expect_error(BadInput, value="beta"):
         wb.Distill(lab, prompts=4, beta=1.5)
     batch = lab.put(stored[0], meta=stored[1])
-    with pytest.raises(UnknownColumn, match=r"run teacher\.compute_teacher_log_prob first"):
+    with expect_error(UnknownColumn, remedy=r"run teacher\.compute_teacher_log_prob first"):
         lab.actor.update_distill(batch)
     table = lab.teacher.compute_teacher_log_prob(batch, top_k=4).fetch()
     ids, chosen = table["teacher_ids"], table["teacher_log_prob"]
     assert isinstance(ids, Ragged) and isinstance(chosen, Ragged)
-    with pytest.raises(BadInput, match=r"token id 300.*vocabulary=264"):
+    with expect_error(BadInput, value="token id 300", remedy="vocabulary=264"):
         lab.actor.update_distill(lab.put({**table, "teacher_ids": ids.like(ids.values * 0 + 300)}))
     short = Ragged.of([row[1:] for row in chosen.rows()], torch.float32)
-    with pytest.raises(BadInput, match="equally many numbers"):
+    with expect_error(BadInput, rule="equally many numbers"):
         lab.actor.update_distill(lab.put({**table, "teacher_log_prob": short}))
 
 

@@ -11,8 +11,10 @@ import torch
 
 import workbench as wb
 from tests.cases import stored, tiny_lab, update_on
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
+from workbench.workers import host
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_scores_are_one_a_row_or_one_a_token(lab: wb.Workbench, rewards: Any) ->
     for score in (rewards, torch.ones(4)):
         batch = lab.put({**table, "rewards": score})
         if score is rewards:
-            with pytest.raises(BadInput, match=r"compute_advantages failed.*'rewards'"):
+            with expect_error(BadInput, value="compute_advantages failed.*'rewards'"):
                 lab.compute_advantages(batch)
     assert lab.compute_advantages(batch).rows == 4
     assert lab.last_metrics["compute_advantages"]["rewards/mean"] == 1.0
@@ -87,13 +89,13 @@ def test_columns_that_were_joined_with_other_lengths(lab: wb.Workbench) -> None:
     table = stored()
     short = lab.put({"advantages": Ragged.of([[1.0]] * 4, torch.float32)})
     batch = lab.put(table).drop("advantages").join(short)
-    with pytest.raises(BadInput, match="'advantages' has 1 numbers in row 0, where 'response_ids' has 5"):
+    with expect_error(BadInput, value="'advantages' has 1 numbers in row 0, where 'response_ids' has 5"):
         lab.actor.update_actor(batch)
 
 
 @pytest.mark.parametrize("lengths", [[2, 5], [-1, 4], [3, 1]])
 def test_a_ragged_whose_lengths_do_not_add_up(lab: wb.Workbench, lengths: list[int]) -> None:
-    with pytest.raises(BadInput, match="column 'x' has 3 values for lengths"):
+    with expect_error(BadInput, value="column 'x' has 3 values for lengths"):
         lab.put({"x": Ragged(torch.ones(3), torch.tensor(lengths))})
 
 
@@ -101,9 +103,31 @@ def test_a_row_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     """A rank that began would wait in its first collective for the one that did not."""
     with tiny_lab("entering-two", tmp_path, backend="ray", devices=2, placement=wb.Placement.colocate(2)) as lab:
         digests = lab.actor.weight_digests()
-        with pytest.raises(
-            BadInput, match=r"update_actor failed on rank 1: .*'advantages' holds nan in row 3, token 1"
-        ):
+        with expect_error(BadInput, value="update_actor failed on rank 1: .*'advantages' holds nan in row 3, token 1"):
             lab.actor.update_actor(lab.put(with_value("advantages", float("nan"), row=3)))
         assert lab.actor.weight_digests() == digests
         assert update_on(lab, stored())["actor/optimizer_steps"] == 2
+
+
+def test_a_column_is_compared_with_its_schema_once(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage made was looked at as that ended, what the user put as it came; another name is looked at again."""
+    looked: set[str] = set()
+    checked = host.check_columns
+
+    def check(columns: Table, *given: Any, right: set[str], **more: Any) -> None:
+        looked.update(columns.keys() - right)
+        checked(columns, *given, right=right, **more)
+
+    monkeypatch.setattr(host, "check_columns", check)
+
+    def read(stage: Any, batch: wb.Batch) -> set[str]:
+        looked.clear()
+        stage(batch)
+        return set(looked)
+
+    put = lab.put(stored())
+    assert read(lab.critic.update_critic, put) == {"prompt_ids", "response_ids"}  # of this model's vocabulary?
+    made = lab.critic.compute_values(put.drop("values"))
+    assert read(lab.critic.update_critic, made) == {"prompt_ids", "response_ids"}
+    renamed = made.drop("old_log_prob").rename(values="old_log_prob")
+    assert "old_log_prob" in read(lab.actor.update_actor, renamed)

@@ -12,11 +12,14 @@ import torch
 import workbench as wb
 from tests.cases import stored, tiny_lab
 from tests.engines.training_ranks import run_ranks
+from tests.expected import expect_error
 from tests.workers.failed_ranks import outcomes
 from workbench.algorithms.dapo import _varied
 from workbench.batches.columns import Ragged, Table
+from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics, merge_metrics, reported
-from workbench.workers.roles.numeric import GROUPED
+from workbench.support.intervals import clustered_half_width
+from workbench.workers.advantages import GROUPED
 
 REWARDS = [1.0, 1.0, 0.0, 0.0]
 
@@ -32,6 +35,8 @@ def table(valid: list[int] | None = None, rewards: list[float] = REWARDS, groups
     found = dict(stored(len(rewards)))
     found |= {"rewards": torch.tensor(rewards), "rollout_log_prob": found["old_log_prob"]}
     found |= {"baseline_rewards": torch.linspace(0, 1, len(rewards)), "ref_log_prob": found["values"]}
+    lengths = found["response_mask"].lengths  # type: ignore[union-attr]
+    found["turn_ends"] = Ragged.of([[1, n] for n in lengths.tolist()], torch.int64)
     found["prompt_uid"] = torch.tensor(groups or [0] * len(rewards))
     return found if valid is None else {**found, "valid": torch.tensor(valid)}
 
@@ -107,6 +112,16 @@ def test_a_prompt_with_fewer_than_two_valid_rows_is_dropped_with_a_count(lab: wb
     assert lab.actor.update_actor(none)["loss"] == 0
 
 
+def test_equal_scores_of_all_prompts_are_warned_of(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    equal, said = table(None, [1.0] * 4), "all advantages are 0, and an update learns nothing from them"
+    advantages(lab, equal, estimator="grpo")
+    assert f"{said}: the samples of each prompt have equal scores. Draw more" in capsys.readouterr().err
+    lab.compute_advantages(lab.put(equal, meta={"temperature": 0}), estimator="rloo")
+    assert "At temperature 0 they are the same text: write wb.Sampling(temperature=1.0)" in capsys.readouterr().err
+    advantages(lab, table(), estimator="grpo")
+    assert said not in capsys.readouterr().err
+
+
 def test_they_can_be_told_to_count(lab: wb.Workbench) -> None:
     counted = advantages(lab, table([1, 0, 1, 1]), estimator="dr_grpo", count_invalid=True)
     assert [float(row[0]) for row in counted] == pytest.approx([0.5, 0.5, -0.5, -0.5])
@@ -147,8 +162,8 @@ def test_dynamic_sampling_looks_at_valid_rows_alone(lab: wb.Workbench) -> None:
     # prompt 0 differs in a failed row only, prompt 1 in valid ones, prompt 2 has one valid row
     rewards, groups = [0.0, 1.0, 1.0, 1.0, 0.0, 0.5, 0.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1, 2, 2, 2]
     batch = lab.put(table([0, 1, 1, 1, 1, 0, 0, 1, 0], rewards, groups))
-    scores, varied = _varied(batch)
-    assert scores.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+    scores, varied, prompts = _varied(batch)
+    assert scores.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0] and prompts.tolist() == [0, 0, 1, 1, 2]
     assert varied.tolist() == [False] * 3 + [True] * 3 + [False] * 3
 
 
@@ -194,6 +209,14 @@ def test_a_row_that_lost_its_baseline_is_back_when_it_is_asked_again(lab: wb.Wor
     assert dropped.failed()["row"].tolist() == [1]
     # the reward of a row without a baseline stays what it is
     assert lab.reward.reweigh(dropped, {"half": 2.0}).fetch(["rewards"])["rewards"].tolist() == [0, 0, 4, 6]
+    with expect_error(
+        BadInput, value=r"weights 3e\+38", rule="more than a column of float32 can hold", remedy="give smaller weights"
+    ):
+        lab.reward.reweigh(dropped, {"half": 3e38})
+    with expect_error(BadInput, value=r"=1e\+39", rule=r"must be at most 3\.4e\+38"):
+        lab.reward.reweigh(dropped, {"half": 1e39})
+    with expect_error(BadInput, rule="finite weight"):
+        lab.reward.compute_reward(batch, function={"half": (half, 1e39)})
     # another estimator, which needs no such baseline, counts it
     other = lab.compute_advantages(dropped, estimator="reinforce_pp")
     assert other.fetch(["counted"])["counted"].tolist() == [True, False, True, True]
@@ -233,3 +256,17 @@ def test_new_responses_have_not_failed(lab: wb.Workbench, temperature: float) ->
     drawn = lab.actor.generate_sequences(prompts, max_new_tokens=2, temperature=temperature)
     found = drawn.fetch(["valid", "counted"])
     assert found["valid"].all() and found["counted"].all() and drawn.failed().empty
+
+
+def test_the_interval_of_rewards_has_prompts_as_clusters_and_valid_rows_alone(lab: wb.Workbench) -> None:
+    given = table([1, 1, 1, 1, 0, 1], [0.0] * 6, [0, 0, 1, 1, 2, 2])
+
+    def score(response: str, response_ids: list[int], **row: Any) -> float:
+        return float(len(response_ids))
+
+    scored = lab.reward.compute_reward(lab.put(given), function=score)
+    scores = torch.as_tensor(scored.fetch(["rewards"])["rewards"]).double()
+    totals = [float(scores[:2].sum()), float(scores[2:4].sum()), float(scores[5])]
+    metrics = lab.last_metrics["compute_reward"]
+    assert metrics["rewards/interval95"] == pytest.approx(clustered_half_width(totals, [2, 2, 1]))
+    assert metrics["rewards/mean"] == pytest.approx(sum(totals) / 5)

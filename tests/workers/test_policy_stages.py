@@ -13,10 +13,12 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
+from workbench.models import load_causal_lm
 from workbench.objectives.estimators import moments, whiten
-from workbench.objectives.macro_actions import macro_gae
+from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends
 
 BETA = 0.1
 GROUPS = [slice(0, 3), slice(3, 6)]
@@ -138,13 +140,86 @@ class TestAdvantages:
             ragged(made, "advantages").rows()[2], torch.full((int(lengths[2]),), advantage), rtol=1e-3, atol=1e-6
         )
 
+    def test_gradient_norms_are_those_of_autograd(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """Through transformers' own logits, a response at a time; a row that is not valid, and a mask, cost no pass."""
+        table = scored.fetch()
+        mask = table["response_mask"]
+        assert isinstance(mask, Ragged)
+        values = mask.values.clone()
+        values[:2] = 0
+        table |= {"response_mask": mask.like(values), "valid": torch.tensor([1, 1, 0, 1, 1, 1])}
+        made = lab.actor.compute_gradient_norm(lab.put(table, meta=scored.meta))
+        norms = made.fetch(["gradient_norm"])["gradient_norm"]
+        assert isinstance(norms, Tensor)
+        model = load_causal_lm(TINY, dtype=torch.float32)
+        chosen = mask.like(values).rows()
+        expected: list[float] = []
+        for i, (prompt, response) in enumerate(
+            zip(ragged(scored, "prompt_ids").rows(), ragged(scored, "response_ids").rows(), strict=True)
+        ):
+            logits = model(input_ids=torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(-1, response.long()[:, None])[:, 0]
+            gradients = torch.autograd.grad((log_probs * chosen[i]).sum(), list(model.parameters()))
+            expected.append(0.0 if i == 2 else float(sum(g.double().square().sum() for g in gradients)) ** 0.5)
+        assert norms.tolist() == pytest.approx(expected, rel=1e-4)
+        mean = lab.last_metrics["compute_gradient_norm"]["gradient_norm/mean"]
+        assert mean == pytest.approx(sum(expected) / 5, rel=1e-4)
+
+    def test_the_off_policy_baseline_takes_gradient_norms(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """b = sum w^2 |g|^2 R / sum w^2 |g|^2 of each prompt, as VCPO's authors write it."""
+        table = scored.fetch()
+        norms = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0, 1.5])
+        table["gradient_norm"] = norms
+        correction = wb.Correction(level="sequence", high=8.0)
+        made = lab.compute_advantages(
+            lab.put(table, meta=scored.meta), estimator="off_policy_baseline", correction=correction
+        )
+        old, rollout = ragged(scored, "old_log_prob"), ragged(scored, "rollout_log_prob")
+        logs = [float((a - b).double().sum()) for a, b in zip(old.rows(), rollout.rows(), strict=True)]
+        importance = (torch.tensor(logs, dtype=torch.float64).exp() * norms.double()) ** 2
+        rewards = rewards_of(scored).double()
+        for group in GROUPS:
+            baseline = (importance[group] * rewards[group]).sum() / importance[group].sum()
+            expected = (rewards[group] - baseline) / rewards[group].std(correction=0)
+            found = [row[0] for row in ragged(made, "advantages").rows()[group]]
+            torch.testing.assert_close(torch.stack(found).double(), expected, rtol=1e-5, atol=1e-5)
+
     def test_macro_actions(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         made = lab.compute_advantages(scored, macro_tokens=3, gamma=0.9, lam=0.8, whiten_advantages=False)
         mask_BT, values_BT = ragged(scored, "response_mask").pad(), ragged(scored, "values").pad()
         rewards_BT = ragged(made, "token_rewards").pad()
-        advantages_BT, returns_BT = macro_gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8, 3)
+        advantages_BT, returns_BT = macro_gae(rewards_BT, values_BT, mask_BT, 0.9, 0.8, fixed_ends(mask_BT, 3))
         torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
         torch.testing.assert_close(ragged(made, "returns").pad(), returns_BT)
+
+    def test_macro_actions_by_rules(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        """By perplexity of the reference, by steps, and at random: the same for a row wherever it lies."""
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        draws = torch.randn(len(old.values), generator=torch.Generator().manual_seed(4))
+        table |= {"ref_log_prob": old.like(draws), "step_ends": old.like((draws > 0.5).long())}
+        batch = lab.put(table, meta=scored.meta)
+        mask_BT, values_BT = ragged(batch, "response_mask").pad(), ragged(batch, "values").pad()
+        ends = {
+            "perplexity": perplexity_ends(old.like(draws).pad(), mask_BT),
+            "steps": old.like((draws > 0.5).long()).pad(),
+        }
+        for rule, ends_BT in ends.items():
+            made = lab.compute_advantages(batch, macro_tokens=rule, whiten_advantages=False)
+            rewards_BT = ragged(made, "token_rewards").pad()
+            advantages_BT, _ = macro_gae(rewards_BT, values_BT, mask_BT, 1.0, 0.95, ends_BT)
+            torch.testing.assert_close(ragged(made, "advantages").pad(), advantages_BT)
+        columns = [
+            ragged(lab.compute_advantages(batch, macro_tokens="random", whiten_advantages=False), "advantages").values
+            for _ in range(2)
+        ]
+        assert torch.equal(*columns)
+        assert len(columns[0].unique()) > 6
+        with expect_error(UnknownColumn, value="step_ends"):
+            lab.compute_advantages(scored, macro_tokens="steps")
+        with expect_error(BadInput, value="macro_tokens='sentence'"):
+            lab.compute_advantages(scored, macro_tokens="sentence")
 
     @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp_baseline", "reinforce_pp", "remax"])
     def test_token_rewards_outside_the_mask_count_nowhere(
@@ -211,6 +286,23 @@ class TestAdvantages:
         assert old.lengths.max() == 8
         torch.testing.assert_close(found, ((2 - old.lengths) / 6).clamp(-1, 0))
 
+    def test_the_overlong_penalty_counts_the_longest_context_alone(self, lab: wb.Workbench, scored: wb.Batch) -> None:
+        table = scored.fetch()
+        old = table["old_log_prob"]
+        assert isinstance(old, Ragged)
+        firsts = old.lengths.cumsum(0) - old.lengths
+        starts, mask = torch.zeros(len(old.values), dtype=torch.bool), torch.ones(len(old.values), dtype=torch.bool)
+        long = int(old.lengths.argmax())
+        starts[firsts[long] + 3], mask[firsts[long] + 3] = True, False  # three tokens, and four after a prompt of one
+        table |= {"response_mask": old.like(mask), "context_starts": old.like(starts), "rewards": torch.zeros(6)}
+        batch = lab.put(table, meta=scored.meta)
+        made = lab.compute_advantages(batch, estimator="grpo", overlong_buffer=6, max_response_tokens=8)
+        found = torch.stack([row.sum() for row in ragged(made, "token_rewards").rows()])
+        assert old.lengths[long] == 8
+        lengths = old.lengths.clone()
+        lengths[long] = 4
+        torch.testing.assert_close(found, ((2 - lengths) / 6).clamp(-1, 0))
+
     def test_groups_without_variance_are_counted(self, lab: wb.Workbench, scored: wb.Batch) -> None:
         table = scored.fetch()
         table["rewards"] = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0, 3.0])
@@ -234,9 +326,9 @@ class TestAdvantages:
             lab.compute_advantages(scored, **arguments)
 
     def test_one_response_a_prompt(self, lab: wb.Workbench, scored: wb.Batch) -> None:
-        with pytest.raises(BadInput, match="one response a prompt"):
+        with expect_error(BadInput, value="one response a prompt"):
             lab.compute_advantages(scored.take([0, 3]), estimator="reinforce_pp_baseline")
-        with pytest.raises(UnknownColumn, match="rollout_log_prob"):
+        with expect_error(UnknownColumn, value="rollout_log_prob"):
             lab.compute_advantages(
                 scored.drop("rollout_log_prob"), estimator="off_policy_baseline", correction=wb.Correction()
             )
@@ -444,7 +536,7 @@ class TestUpdates:
         assert greedy.meta["truncation"] == {}
 
     def test_a_correction_needs_the_rollouts_log_probs(self, lab: wb.Workbench, ready: wb.Batch) -> None:
-        with pytest.raises(UnknownColumn, match="rollout_log_prob"):
+        with expect_error(UnknownColumn, value="rollout_log_prob"):
             lab.actor.update_actor(ready.drop("rollout_log_prob"), correction=wb.Correction())
 
 
@@ -496,11 +588,11 @@ class TestOnPolicy:
 
     def test_several_steps_need_the_scoring_pass(self, lab: wb.Workbench, ready: wb.Batch, tmp_path: Path) -> None:
         for given in ({"epochs": 2}, {"correction": wb.Correction()}):
-            with pytest.raises(BadInput, match=r"on_policy=True with .*compute_log_prob"):
+            with expect_error(BadInput, value="on_policy=True with ", remedy="compute_log_prob"):
                 lab.actor.update_actor(ready, on_policy=True, **given)
         with tiny_lab("several", tmp_path, training={"minibatches": 2}, backend="inline") as several:
             assert "compute_log_prob" in wb.GRPO(several, prompts=2, samples=2).graph().names
             batch = several.actor.generate_sequences(several.prompts.next(2), samples=2, max_new_tokens=4)
             batch = several.compute_advantages(several.reward.compute_reward(batch), estimator="grpo")
-            with pytest.raises(BadInput, match=r"on_policy=True with Training\(minibatches=2\)"):
+            with expect_error(BadInput, value=r"on_policy=True with Training\(minibatches=2\)"):
                 several.actor.update_actor(batch, on_policy=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 
@@ -119,6 +120,18 @@ def test_kto_starts_at_one_half_and_learns_a_handful(lab: wb.Workbench) -> None:
         assert last["desirable_rewards/mean"] > 0.5 > -0.5 > last["undesirable_rewards/mean"]
 
 
+def test_labels_of_one_kind_are_told(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = rated(lab)
+    for label, said in ((1, "answers are desirable: KTO learns from both"), (0, "answers are undesirable"), (None, "")):
+        table = batch.fetch()
+        if label is not None:
+            table["desirable"] = torch.full((batch.rows,), label)
+        with lab.kept("actor"):
+            lab.actor.update_kto(lab.put(table, meta=batch.meta))
+        told = capsys.readouterr().err
+        assert said in told and ("KTO learns from both kinds" in told) == bool(said)
+
+
 def test_ktos_reference_point_is_that_of_the_weights_before_each_step(tmp_path: Path) -> None:
     """Two minibatches, one optimizer step each: the second's reference point and loss, by enumeration, are those of the
     weights after the first step."""
@@ -193,19 +206,19 @@ def test_algorithms_run_their_lines(lab: wb.Workbench) -> None:
 
 
 def test_what_is_wrong_is_said(lab: wb.Workbench) -> None:
-    with pytest.raises(BadInput, match=r"row 1 of a list: label='good'.*true or false"):
+    with expect_error(BadInput, value="row 1 of a list: label='good'", rule="true or false"):
         lab.feedback([RATED[0], {**RATED[1], "label": "good"}])
-    with pytest.raises(BadInput, match=r"has 'prompt', 'completion'.*a column 'label'"):
+    with expect_error(BadInput, value="has 'prompt', 'completion'", remedy="a column 'label'"):
         lab.feedback([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(BadInput, match=r"KTO\.rows=1"):
+    with expect_error(BadInput, value=r"KTO\.rows=1"):
         wb.KTO(lab, lab.feedback(RATED), rows=1)
-    with pytest.raises(BadInput, match=r"make them with lab\.feedback"):
+    with expect_error(BadInput, remedy=r"make them with lab\.feedback"):
         wb.KTO(lab, lab.pairs(PAIRS), rows=2)
-    with pytest.raises(BadInput, match=r"beta=0"):
+    with expect_error(BadInput, value="beta=0"):
         wb.IPO(lab, lab.pairs(PAIRS), rows=2, beta=0)
     batch = lab.feedback(RATED).next(4)
-    with pytest.raises(UnknownColumn, match=r"run reference.compute_ref_feedback_log_prob first"):
+    with expect_error(UnknownColumn, remedy="run reference.compute_ref_feedback_log_prob first"):
         lab.actor.update_kto(batch)
     table = lab.reference.compute_ref_feedback_log_prob(batch).fetch()
-    with pytest.raises(BadInput, match="'desirable' holds 2"):
+    with expect_error(BadInput, value="'desirable' holds 2"):
         lab.actor.update_kto(lab.put({**table, "desirable": torch.tensor([0, 1, 2, 1])}))

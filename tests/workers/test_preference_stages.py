@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
@@ -124,7 +125,7 @@ def test_reward_model_learns_a_handful_and_its_scores_survive_saving(
             numbers(lab.reward.compute_reward(answers), "rewards"), numbers(scored, "chosen_rewards"), rtol=0, atol=1e-6
         )
         path = lab.reward.save_model(str(tmp_path / "rm"))[0]
-        with pytest.raises(BadInput, match="holds something"):
+        with expect_error(BadInput, value="holds something"):
             lab.reward.save_model(path)
         assert "add config.score_bias" in capsys.readouterr().out
         expected = {name: numbers(scored, name) for name in ("chosen_rewards", "rejected_rewards")}
@@ -242,27 +243,29 @@ def test_algorithms_run_their_lines(lab: wb.Workbench) -> None:
     with lab.kept("actor"):
         made = [dpo.step() for _ in stages]
     assert made[0].rows == 2
-    with pytest.raises(BadInput, match="must be demonstrations"):
+    with expect_error(BadInput, rule="must be demonstrations"):
         wb.SFT(lab, pairs)
-    with pytest.raises(BadInput, match=r"RewardModeling\.role='critic'"):
+    with expect_error(BadInput, value=r"RewardModeling\.role='critic'"):
         wb.RewardModeling(lab, pairs, role="critic")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="would read column 'ref_chosen_log_prob'"):
+    with expect_error(BadInput, value="would read column 'ref_chosen_log_prob'"):
         wb.DPO(lab, pairs, rows=3).remove("compute_ref_pair_log_prob")
 
 
 def test_what_is_missing_is_named(lab: wb.Workbench, tmp_path: Path) -> None:
     pairs = lab.pairs(PAIRS).next(4)
-    with pytest.raises(UnknownColumn, match=r"'ref_chosen_log_prob'.*run reference.compute_ref_pair_log_prob first"):
+    with expect_error(
+        UnknownColumn, value="'ref_chosen_log_prob'", remedy="run reference.compute_ref_pair_log_prob first"
+    ):
         lab.actor.update_dpo(pairs)
-    with pytest.raises(UnknownColumn, match="'chosen_ids'"):
+    with expect_error(UnknownColumn, value="'chosen_ids'"):
         lab.reward.update_reward(lab.demonstrations(DEMONSTRATIONS).next(4))
-    with pytest.raises(BadInput, match=r"label_smoothing=0\.7"):
+    with expect_error(BadInput, value=r"label_smoothing=0\.7"):
         lab.actor.update_dpo(lab.reference.compute_ref_pair_log_prob(pairs), label_smoothing=0.7)
-    with pytest.raises(BadInput, match="epochs=0"):
+    with expect_error(BadInput, value="epochs=0"):
         lab.reward.update_reward(pairs, epochs=0)
     table = pairs.fetch()
     table["rejected_ids"] = Ragged.of([[2], [], [2], [2]], torch.int64)
-    with pytest.raises(BadInput, match="'rejected_ids' has no token in row 1"):
+    with expect_error(BadInput, value="'rejected_ids' has no token in row 1"):
         lab.reward.update_reward(lab.put(table))
     with tiny_lab("frozen", tmp_path, models={"reward": TINY}, training=FAST, backend="inline", prompts=None) as frozen:
         batch = frozen.pairs(PAIRS).next(4)
@@ -271,6 +274,6 @@ def test_what_is_missing_is_named(lab: wb.Workbench, tmp_path: Path) -> None:
             lambda: frozen.reward.update_reward(batch),
             lambda: frozen.reward.center(batch, answers="chosen_ids"),
         ):
-            with pytest.raises(BadInput, match=r"is not trained.*training=wb.Training"):
+            with expect_error(BadInput, value="is not trained", remedy="training=wb.Training"):
                 update()
         assert not frozen.weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ CASES = [
     Case(kind="zero2", old=DATA, new=DATA, dtype=BF16, adapter=True),
     Case(kind="zero3", old=DATA, new=DATA),
     Case(kind="zero3", old=DATA, new=DATA, dtype=BF16, head="scalar"),
+    *[
+        Case(kind="torch", old=old, new=new, optimizer="adamw_8bit")
+        for old, new in ((DATA, DATA), (PIPELINE, DATA))
+        if importlib.util.find_spec("bitsandbytes") is not None
+    ],
     # the last, and alone: after it DeepSpeed makes no other engines in this process
     Case(kind="zero1", old=DATA, new=TENSOR),
 ]

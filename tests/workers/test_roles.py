@@ -9,6 +9,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 
@@ -55,12 +56,12 @@ def test_an_update_says_how_much_the_value_clip_held_back(tmp_path: Path) -> Non
 
 
 def test_tensor_groups_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"tensor_parallel_size=2 with engine='transformers'.*engine='vllm'"):
+    with expect_error(BadInput, value="tensor_parallel_size=2 with engine='transformers'", remedy="engine='vllm'"):
         wb.Generation(engine="transformers", tensor_parallel_size=2)
-    with pytest.raises(BadInput, match="tensor_parallel_size=0"):
+    with expect_error(BadInput, value="tensor_parallel_size=0"):
         wb.Generation(tensor_parallel_size=0)
     pytest.importorskip("vllm")
-    with pytest.raises(BadInput, match=r"tensor_parallel_size=2 on a pool of 1 device"):
+    with expect_error(BadInput, value="tensor_parallel_size=2 on a pool of 1 device"):
         wb.open(
             "lonely", models={"actor": TINY}, generation=wb.Generation(tensor_parallel_size=2, max_model_tokens=64),
             training=wb.Training(engine="torch"), backend="inline", runs=tmp_path,

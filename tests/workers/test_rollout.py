@@ -13,6 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, tiny_lab, vowels
+from tests.expected import expect_error
 from tests.light import Together
 from workbench.backends.starting import load_roles
 from workbench.batches.columns import Ragged
@@ -132,7 +133,7 @@ def test_rollout_workers_of_their_own_take_the_weights_as_they_are(lab: Any) -> 
     before = len(lab.transfers("weights"))
     lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
     assert len(lab.transfers("weights")) == before  # nothing to send
-    with pytest.raises(BadInput, match=r"strategy='v'.*with rollout workers.*call sync_weights\(\)"):
+    with expect_error(BadInput, value="strategy='v'.*with rollout workers", remedy=r"call sync_weights\(\)"):
         lab.actor.sync_weights(strategy="v")
 
 
@@ -201,7 +202,7 @@ def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.
 
     train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
     monkeypatch.setattr(exchange, "served", corrupted)
-    with pytest.raises(SyncError, match=r"did not arrive as it was sent: .*from rank 0 of the actor, on rank 0"):
+    with expect_error(SyncError, value="did not arrive as it was sent: .*from rank 0 of the actor, on rank 0"):
         lab.actor.generate_sequences(lab.prompts.next(4))
     monkeypatch.undo()
     assert lab.syncs().iloc[-1]["verdict"] == "checksum differs"
@@ -220,10 +221,10 @@ def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkey
         return served(key, wanted, checksums)
 
     monkeypatch.setattr(exchange, "served", fails_halfway)
-    with pytest.raises((NotFound, StageError), match=r"rollout.receive_weights failed on rank 0.*were released"):
+    with expect_error((NotFound, StageError), value="rollout.receive_weights failed on rank 0", rule="were released"):
         lab.actor.generate_sequences(lab.prompts.next(4))
     monkeypatch.undo()
-    with pytest.raises(SyncError, match=r"no whole set of weights.*lab.actor.sync_weights\(\)"):
+    with expect_error(SyncError, value="no whole set of weights", remedy=r"lab.actor.sync_weights\(\)"):
         lab.rollout.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
     assert published(lab) == 0
     batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
 from workbench.engines.generation import vllm_engine
 from workbench.errors import StageError, SyncError
 
@@ -78,7 +79,7 @@ def test_wrong_weights(
     actor.generator.weights_version = -1
     with monkeypatch.context() as patch:
         patch.setattr(actor.generator, "update_weights", lambda weights, version: give(iter(brought.items()), version))
-        with pytest.raises(StageError, match="engine and trainer differ by") as raised:
+        with expect_error(StageError, value="engine and trainer differ by") as raised:
             lab.actor.sync_weights()
     odd = [
         name for name in now if not torch.equal(now[name], brought[name]) and name in actor.generator.readable_weights()
@@ -101,6 +102,6 @@ def test_a_stale_output_head(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch)
     actor.generator.update_weights(iter(actor.then.items()), 0)
     with monkeypatch.context() as patch:
         patch.setattr(vllm_engine, "_refresh_tied_head", lambda model: None)
-        with pytest.raises(SyncError, match="engine and trainer differ by"):
+        with expect_error(SyncError, value="engine and trainer differ by"):
             lab.actor.sync_weights()
     lab.actor.sync_weights()

@@ -15,6 +15,7 @@ from torch import Tensor
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from tests.engines.training_ranks import run_ranks
+from tests.expected import expect_error
 from tests.workers.update_ranks import context_here
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
@@ -147,9 +148,9 @@ def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
     with pytest.raises(BadInput, match=r"takes 'reward'\. .*rewards, token_rewards, mask, group.* write rewards"):
         lab.compute_advantages(lab.put(table()), estimator=lambda reward: reward)
     batch = lab.put({name: values for name, values in table().items() if name != "prompt_uid"})
-    with pytest.raises(UnknownColumn, match="prompt_uid"):
+    with expect_error(UnknownColumn, value="prompt_uid"):
         lab.compute_advantages(batch, estimator=of_group)
-    with pytest.raises(BadInput, match="bootstrap"):
+    with expect_error(BadInput, value="bootstrap"):
         lab.compute_advantages(lab.put(table()), estimator=of_group, bootstrap=True)
 
 
@@ -181,7 +182,7 @@ def test_for_costs_it_gets_the_columns_of_costs(lab: wb.Workbench) -> None:
         mine, named = (lab.compute_advantages(batch, estimator=e, **options) for e in (function, name))
         for found in ("advantages", "returns", "cost_returns"):
             torch.testing.assert_close(column(mine, found), column(named, found), msg=f"{name} {found}")
-    with pytest.raises(UnknownColumn, match="cost_values"):
+    with expect_error(UnknownColumn, value="cost_values"):
         lab.compute_advantages(batch.drop("cost_values"), estimator=own_gae, multiplier=0.7)
 
 
@@ -202,7 +203,7 @@ def test_it_is_told_of_rows_that_count(lab: wb.Workbench) -> None:
         return rewards + 1
 
     lab.compute_advantages(batch, estimator=every, count_invalid=True)
-    with pytest.raises((StageError, BadInput), match="not finite in row 4"):
+    with expect_error((StageError, BadInput), value="not finite in row 4"):
         lab.compute_advantages(
             batch, estimator=lambda rewards, prompt_uid: rewards / (rewards[:1] * 0 + (torch.arange(len(rewards)) != 3))
         )

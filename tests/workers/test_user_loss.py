@@ -17,6 +17,7 @@ from torch import Tensor
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from tests.engines.training_ranks import run_ranks
+from tests.expected import expect_error
 from tests.workers.update_ranks import Case, ppo_by_hand, run_cases, squared_by_hand
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, StageError, UnknownColumn
@@ -94,9 +95,9 @@ def test_on_policy_the_old_log_probabilities_are_the_present_ones(tmp_path: Path
 
 def test_a_critics_loss_written_in_a_cell(lab: wb.Workbench) -> None:
     assert updated(lab, "critic", loss=squared_by_hand) == updated(lab, "critic")
-    with pytest.raises(BadInput, match=r"clip=0.3 with loss=squared_by_hand\. .*functools.partial"):
+    with expect_error(BadInput, value="clip=0.3 with loss=squared_by_hand.*", remedy="functools.partial"):
         updated(lab, "critic", loss=squared_by_hand, clip=0.3)
-    with pytest.raises(BadInput, match=r"takes log_prob\. its gradient comes from 'values'"):
+    with expect_error(BadInput, value="takes log_prob", rule="its gradient comes from 'values'"):
         updated(lab, "critic", loss=lambda log_prob: log_prob)
 
 
@@ -145,19 +146,26 @@ def test_what_it_is_given(lab: wb.Workbench) -> None:
 
 def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
     with pytest.raises(
-        BadInput, match=r"takes 'logprob'. .*log_prob, entropy, mask, .* write log_prob \(the nearest\)"
+        BadInput,
+        match=r"takes 'logprob'. .*log_prob, entropy, logits, hidden_states, mask, .* write log_prob \(the nearest\)",
     ):
         updated(lab, loss=lambda log_prob, logprob: log_prob)
-    with pytest.raises(UnknownColumn, match=r"reads column 'token_rewards'"):
+    with expect_error(BadInput, value="takes 'adv'", remedy=r"write advantages \(the nearest\)"):
+        updated(lab, loss=lambda log_prob, adv: log_prob)
+    with expect_error(UnknownColumn, value="reads column 'token_rewards'"):
         updated(lab, loss=lambda log_prob, token_rewards: log_prob)
-    with pytest.raises(BadInput, match=r"takes old_log_prob. its gradient comes from 'log_prob' or 'entropy'"):
+    with expect_error(
+        BadInput, value="takes old_log_prob", rule="its gradient comes from 'log_prob' or 'entropy' or 'logits'"
+    ):
         updated(lab, loss=lambda old_log_prob: old_log_prob)
-    with pytest.raises(BadInput, match="by place"):
+    with expect_error(BadInput, value="by place"):
         updated(lab, loss=lambda log_prob, /: log_prob)
-    with pytest.raises(BadInput, match=r"clip=0.1 with loss=ppo_by_hand.*functools.partial\(ppo_by_hand, clip=0.1\)"):
+    with expect_error(
+        BadInput, value="clip=0.1 with loss=ppo_by_hand", remedy=r"functools.partial\(ppo_by_hand, clip=0.1\)"
+    ):
         updated(lab, loss=ppo_by_hand, clip=0.1)
     lock = threading.Lock()
-    with pytest.raises(BadInput, match="cannot be sent to workers"):
+    with expect_error(BadInput, value="cannot be sent to workers"):
         updated(lab, loss=lambda log_prob: log_prob * bool(lock))
 
 

@@ -4,6 +4,12 @@ import { make } from "./dom.js";
 
 const CHART_DASHES = { "": "solid", "6 3": "6px,3px", "2 3": "2px,3px", "8 3 2 3": "8px,3px,2px,3px", "1 4": "1px,4px" };
 
+// Over a plot: its title, its note, and a row with the unit at the left and plotly's buttons at the right.
+const CHART_TITLE = 20;
+const CHART_NOTE = 15;
+const CHART_ROW = 24;
+const CHART_ROWS = 50; // of a table
+
 let chartSheets = 0;
 
 export function mountCharts(area, send) {
@@ -12,8 +18,10 @@ export function mountCharts(area, send) {
   const key = make("div", { class: "wb-key" });
   const sheet = make("div", { class: "wb-charts" });
   const said = make("div", { class: "wb-said", "aria-live": "polite" });
+  const tables = make("details", {}, make("summary", {}, "These charts as tables"));
+  tables.addEventListener("toggle", showTables);
   const below = make("div");
-  area.append(notes, key, sheet, said, below);
+  area.append(notes, key, sheet, said, tables, below);
   const boxes = new Map();
   let charts = [];
   let looks = "";
@@ -31,6 +39,8 @@ export function mountCharts(area, send) {
     still = data.still === null ? still : ownPatterns(data.still, number);
     keyOfAll = ownPatterns(data.key, number);
     notes.innerHTML = data.notes;
+    tables.hidden = !charts.length;
+    showTables();
     if (below.dataset.html !== data.below) below.innerHTML = below.dataset.html = data.below;
     if (plotly) {
       key.innerHTML = keyOfAll;
@@ -42,6 +52,10 @@ export function mountCharts(area, send) {
       asked = true;
       send("library");
     }
+  }
+
+  function showTables() {
+    if (tables.open) tables.replaceChildren(tables.firstChild, ...charts.map(chartTable));
   }
 
   function wait() {
@@ -65,6 +79,7 @@ export function mountCharts(area, send) {
     const titles = charts.map((chart) => chart.title);
     for (const [title, box] of boxes) {
       if (titles.includes(title)) continue;
+      room.unobserve(box);
       plotly.purge(box);
       box.remove();
       boxes.delete(title);
@@ -79,11 +94,12 @@ export function mountCharts(area, send) {
       const box = boxes.get(chart.title);
       const end = looks ? "; arrow keys go along it, Enter looks at an iteration" : "; arrow keys go along it";
       box.setAttribute("aria-label", chart.summary + end);
-      plotly.react(box, chart.curves.map((curve) => chartTrace(curve, ink)), chartLayout(chart, ink), {
+      box.style.setProperty("--wb-bar-top", `${chartTop(chart) - CHART_ROW}px`);
+      plotly.react(box, chart.curves.map((curve) => chartTrace(curve, ink, chartUnit(chart))), chartLayout(chart, ink), {
         responsive: true,
         displaylogo: false,
         displayModeBar: true, // the style sheet shows it where the pointer or the keyboard is
-        modeBarButtonsToRemove: ["select2d", "lasso2d"],
+        modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "sendChartToCloud"],
       });
       if (!box.dataset.heard) {
         box.dataset.heard = "yes";
@@ -128,6 +144,7 @@ export function mountCharts(area, send) {
       event.stopPropagation();
     });
     box.addEventListener("blur", () => plotly.Fx.unhover(box));
+    room.observe(box);
     return box;
   }
 
@@ -139,7 +156,6 @@ export function mountCharts(area, send) {
   const room = new ResizeObserver(() => {
     if (area.offsetWidth) for (const box of boxes.values()) if (box.data) plotly.Plots.resize(box);
   });
-  room.observe(sheet);
 
   function end() {
     over = true;
@@ -154,9 +170,34 @@ export function mountCharts(area, send) {
 
 // What the arrow keys have come to, in words: of areas all that are stacked there.
 function chartReadings(chart, curve, at) {
-  const unit = chart.unit === "bytes" ? " B" : "";
+  const unit = chart.unit === "bytes" ? " B" : chartUnit(chart);
   const among = curve.kind === "area" ? chart.curves.filter((one) => one.kind === "area" && one.y[at]) : [curve];
   return among.map((one) => `${one.name} ${one.y[at] === null ? "not finite" : shortNumber(one.y[at])}${unit}`).join(", ");
+}
+
+// The last points of a chart as a table: a row an x, a column a curve.
+function chartTable(chart) {
+  const curves = chart.curves.filter((curve) => curve.kind !== "faint");
+  const rows = new Map();
+  curves.forEach((curve, column) => curve.x.forEach((x, n) => {
+    if (!rows.has(x)) rows.set(x, []);
+    rows.get(x)[column] = curve.y[n] === null ? "not finite" : shortNumber(curve.y[n]);
+  }));
+  const xs = [...rows.keys()].sort((one, other) => one - other).slice(-CHART_ROWS);
+  const head = [chart.x, ...curves.map((curve) => curve.name)].map((name) => make("th", { scope: "col" }, name));
+  const lines = xs.map((x) => make(
+    "tr", {}, make("th", { scope: "row" }, shortNumber(x)), ...curves.map((_, column) => make("td", {}, rows.get(x)[column] ?? "")),
+  ));
+  const unit = chart.unit === "bytes" ? ", bytes" : chart.y && `, ${chart.y}`;
+  const cut = xs.length < rows.size ? `, the last ${xs.length} of ${rows.size}` : "";
+  const table = make("table", { class: "wb-numbers" }, make("caption", {}, `${chart.title}${unit}${cut}`));
+  table.append(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines));
+  return table;
+}
+
+// The unit behind a number, where there is one.
+function chartUnit(chart) {
+  return ["", "no unit", "value", "count", "memory in use"].includes(chart.y) ? "" : ` ${chart.y}`;
 }
 
 function shortNumber(number) {
@@ -207,12 +248,12 @@ function plainText(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
 
-function chartTrace(curve, ink) {
+function chartTrace(curve, ink, unit) {
   const colour = curve.colour === "currentColor" ? ink : curve.colour;
   const common = {
     type: "scatter", name: plainText(curve.name), x: curve.x, y: curve.y, text: curve.words.map(plainText), showlegend: false, connectgaps: false,
   };
-  const hover = `%{x}: %{y:.4~g}${curve.words.length ? "<br>%{text}" : ""}<extra>%{fullData.name}</extra>`;
+  const hover = `%{x}: %{y:.4~g}${plainText(unit)}${curve.words.length ? "<br>%{text}" : ""}<extra>%{fullData.name}</extra>`;
   if (curve.kind === "area") {
     const plain = !curve.hatch;
     return {
@@ -231,6 +272,11 @@ function chartTrace(curve, ink) {
   return { ...common, mode: curve.x.length > 60 ? "lines" : "lines+markers", line, marker, hovertemplate: hover };
 }
 
+// The height of what stands over a plot.
+function chartTop(chart) {
+  return CHART_TITLE + (chart.note ? CHART_NOTE : 0) + CHART_ROW;
+}
+
 function chartLayout(chart, ink) {
   const axis = { gridcolor: chartShade(ink, 0.15), linecolor: chartShade(ink, 0.4), zerolinecolor: chartShade(ink, 0.3), automargin: true };
   const bytes = chart.unit === "bytes";
@@ -242,14 +288,14 @@ function chartLayout(chart, ink) {
   if (chart.limit) shapes.push({ ...across, y0: chart.limit[0], y1: chart.limit[0] });
   if (chart.at !== null) shapes.push({ ...along, x0: chart.at, x1: chart.at });
   const small = { showarrow: false, xref: "paper", font: { size: 10, color: ink } };
-  const annotations = [{ ...small, text: plainText(chart.note), x: 1, xanchor: "right", yref: "paper", y: 1, yanchor: "bottom" }];
-  if (chart.y) annotations.push({ ...small, text: plainText(chart.y), x: 0, xanchor: "left", yref: "paper", y: 1, yanchor: "bottom" });
+  const annotations = [{ ...small, text: plainText(chart.note), x: 0, xanchor: "left", yref: "paper", y: 1, yanchor: "bottom", yshift: CHART_ROW }];
+  if (chart.y) annotations.push({ ...small, text: plainText(chart.y), x: 0, xanchor: "left", yref: "paper", y: 1, yanchor: "bottom", yshift: 3 });
   if (chart.limit) annotations.push({ ...small, text: plainText(chart.limit[1]), x: 0, xanchor: "left", y: chart.limit[0], yanchor: "top" });
   return {
-    title: { text: `<b>${plainText(chart.title)}</b>`, font: { size: 12 }, x: 0, xref: "paper", y: 0.97, yanchor: "top" },
+    title: { text: `<b>${plainText(chart.title)}</b>`, font: { size: 12 }, x: 0, xref: "paper", y: 1, yanchor: "top", pad: { t: 3 } },
     font: { color: ink, size: 11, family: "system-ui, sans-serif" },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
-    margin: { l: 46, r: 10, t: 38, b: 36 }, hovermode: bytes ? "x" : "closest", uirevision: chart.title,
+    margin: { l: 46, r: 10, t: chartTop(chart), b: 36 }, hovermode: bytes ? "x" : "closest", uirevision: chart.title,
     xaxis: {
       ...axis, title: { text: chart.x, standoff: 4 }, nticks: 8, ...(few ? { tick0: 0, dtick: 1 } : {}),
     },

@@ -8,7 +8,10 @@ export function listen(root, send) {
     if (!control || !root.contains(control) || control.disabled || isField(control)) return;
     if (control.getAttribute("aria-disabled") === "true") return;
     if (control.hasAttribute("data-drives")) control.setAttribute("aria-disabled", "true"); // until it is answered
-    send(control.dataset.act, given(control));
+    if (!control.hasAttribute("data-takes")) return send(control.dataset.act, given(control));
+    const field = control.closest("[data-row]").querySelector("input");
+    delete field.dataset.typed; // its answer shows what holds
+    send(control.dataset.act, { ...given(control), value: field.value });
   });
   root.addEventListener("change", (event) => {
     const control = event.target.closest("[data-act]");
@@ -28,7 +31,12 @@ export function listen(root, send) {
   root.addEventListener("focusout", commit);
   root.addEventListener("keydown", (event) => {
     // the field that is there by then: this one may have been drawn again
-    if (event.key === "Enter") setTimeout(() => commit({ target: fieldIn(root, keyOf(event.target)) }), 0);
+    if (event.key !== "Enter" || !isText(event.target)) return;
+    setTimeout(() => {
+      const field = fieldIn(root, keyOf(event.target));
+      if (field?.dataset.act) commit({ target: field });
+      else field?.closest("[data-row]")?.querySelector("[data-takes]")?.click();
+    }, 0);
   });
   // what is no button but acts like one (a box of a drawing) hears Enter and the space bar
   root.addEventListener("keydown", (event) => {
@@ -51,11 +59,28 @@ function isText(control) {
 
 // What names a control in one drawing and in the next.
 function keyOf(element) {
+  if (element.tagName === "SUMMARY") return wordsOf(element.parentNode);
   return element.id || element.dataset.key || (element.dataset.act || "") + (element.dataset.given || "");
 }
 
+// What a fold says, whatever it counts: "Metrics shown: 3 of 8" is the same one with 4 of 9.
+function wordsOf(fold) {
+  return fold.dataset.key || (fold.querySelector("summary")?.textContent || "").replace(/\d+/g, "#");
+}
+
+// The folds by their words, and a number where several say the same.
+function foldsIn(root) {
+  const folds = new Map();
+  for (const fold of root.querySelectorAll("details")) {
+    let n = 0;
+    while (folds.has(`${wordsOf(fold)} ${n}`)) n += 1;
+    folds.set(`${wordsOf(fold)} ${n}`, fold);
+  }
+  return folds;
+}
+
 function fieldIn(root, key) {
-  return [...root.querySelectorAll("*")].find((element) => element.dataset && keyOf(element) === key);
+  return [...root.querySelectorAll("*")].find((element) => element.dataset && element.tagName !== "DETAILS" && keyOf(element) === key);
 }
 
 const drawn = new WeakMap();
@@ -71,13 +96,11 @@ export function replace(root, html) {
     .filter((field) => isText(field) && (field === active || field.dataset.typed !== undefined))
     .map((field) => ({ name: keyOf(field), value: field.value, typed: field.dataset.typed !== undefined }));
   for (const field of root.querySelectorAll("[data-typed]")) delete field.dataset.typed; // those that go tell nothing
-  const open = [...root.querySelectorAll("details")].map((details) => details.open);
+  const open = new Map([...foldsIn(root)].map(([words, fold]) => [words, fold.open]));
   const places = [...root.querySelectorAll("[data-scrolls]")].map((box) => [box.scrollLeft, box.scrollTop]);
   root.innerHTML = html;
   drawn.set(root, html);
-  [...root.querySelectorAll("details")].forEach((details, n) => {
-    if (open.length > n) details.open = open[n];
-  });
+  for (const [words, fold] of foldsIn(root)) fold.open = open.get(words) ?? fold.open;
   [...root.querySelectorAll("[data-scrolls]")].forEach((box, n) => {
     if (places.length > n) [box.scrollLeft, box.scrollTop] = places[n];
   });
@@ -87,7 +110,7 @@ export function replace(root, html) {
     again.value = value;
     if (typed) again.dataset.typed = "";
   }
-  const again = key && fieldIn(root, key);
+  const again = key ? fieldIn(root, key) : null;
   again?.focus({ preventScroll: true });
   if (!caret || !again || !isText(again)) return;
   if (caret[0] !== null) again.setSelectionRange(...caret);

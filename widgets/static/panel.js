@@ -2,12 +2,16 @@
 import { enable, listen, replace } from "./forms.js";
 import { make } from "./dom.js";
 import { mountCharts } from "./chart.js";
+import { mountConversation } from "./conversation.js";
 import { mountPlacement } from "./placement.js";
 import { mountSamples } from "./samples.js";
 import { mountTimeline } from "./timeline.js";
 
 // Views with a script of their own: `mount(area, send)` gives `{draw(data, buffers)}`.
-const SCRIPTS = { memory: mountCharts, metrics: mountCharts, placement: mountPlacement, samples: mountSamples, timeline: mountTimeline };
+const SCRIPTS = { conversation: mountConversation, memory: mountCharts, metrics: mountCharts, placement: mountPlacement, samples: mountSamples, timeline: mountTimeline };
+
+const SILENT_S = 30; // without a word of the kernel, which says every 5 s that it is there
+const GONE = "Disconnected: no sign of the kernel. What is below is the last that it sent.";
 
 let panels = 0;
 
@@ -19,7 +23,11 @@ function render({ model, el }) {
   const note = make("span");
   status.append(stop, note); // a button that does not move while the words beside it change
   const bar = make("div", { class: "wb-tabs", role: "tablist", "aria-label": "Views of the workbench" });
-  const root = make("div", { class: "wb-panel" }, bar, status);
+  const gone = make("div", { class: "wb-gone", role: "status" }, GONE, make("pre", {}, model.get("again")));
+  const name = titles.length < 2 ? titles[0][1] : "Panel";
+  const root = make("div", { class: "wb-panel", role: "region", "aria-label": `${name} of the workbench` }, gone, bar, status);
+  // the picture that the cell keeps for a page without a kernel
+  const hides = make("style", {}, `.${model.get("saved")} { display: none; }`);
   // JupyterLab handles keys before anything in the page does, and takes plain ones as its commands: arrows leave the
   // panel, letters add and delete cells. Those with Ctrl or Alt, such as to save, stay its own.
   const own = (event) => {
@@ -52,7 +60,7 @@ function render({ model, el }) {
     section.dataset.view = name;
     listen(section, send(name));
     root.append(section);
-    sections[name] = { section, controls, area, script: script ? SCRIPTS[name] : null, mounted: null };
+    sections[name] = { section, controls, area, script: script ? SCRIPTS[name] : null, mounted: null, number: 0 };
   }
   if (titles.length < 2) bar.hidden = true;
   bar.addEventListener("keydown", (event) => {
@@ -89,13 +97,40 @@ function render({ model, el }) {
     for (const { section } of Object.values(sections)) enable(section, state.blocked, state.busy);
   }
 
+  let heard = Date.now();
+  let lost = Boolean(el.closest(".jupyter-widgets-disconnected")); // of a saved notebook whose kernel has ended
+  function listenOn() {
+    root.classList.toggle("wb-silent", lost || Date.now() - heard > 1000 * SILENT_S);
+  }
+  // Jupyter says that the kernel ended, or began again, and would mark the widget itself, but anywidget takes that
+  // listener away; what sticks is not in its cell anyway
+  function cut() {
+    lost = true;
+    listenOn();
+  }
+  const listening = setInterval(listenOn, 1000);
+
   function receive(message, buffers) {
+    heard = Date.now();
+    if (message.kind === "alive") {
+      // a drawing got lost on its way here, or could not be drawn: it is asked for again
+      if (sections[message.view].number !== message.number) model.send({ act: "hello" });
+      else if (message.answer) model.send({ act: "here" });
+      return;
+    }
+    if (message.kind === "closed") {
+      clearInterval(listening);
+      model.off("comm_live_update", cut);
+      root.classList.remove("wb-silent");
+      return;
+    }
     if (message.kind === "status") {
       state = message;
     } else if (message.kind === "draw") {
       const view = sections[message.view];
       if (message.controls !== undefined) replace(view.controls, message.controls);
-      if (message.answer) model.send({ act: "here" });
+      if (!message.whole && message.number !== view.number + 1) model.send({ act: "hello" }); // one was missed
+      else if (message.answer) model.send({ act: "here" });
       if (view.script) {
         if (!view.mounted) {
           view.area.replaceChildren();
@@ -105,6 +140,7 @@ function render({ model, el }) {
       } else {
         replace(view.area, message.html);
       }
+      view.number = message.number;
       view.section.dataset.drawn = String(Number(view.section.dataset.drawn || 0) + 1);
     }
     showStatus();
@@ -112,16 +148,63 @@ function render({ model, el }) {
 
   model.on("msg:custom", receive);
   model.on("change:shown", mark);
+  model.on("comm_live_update", cut);
   mark();
   showStatus();
-  el.append(root);
+  el.append(...(lost ? [] : [hides]), root);
+  listenOn();
+  const unstick = model.get("sticks") ? stick(root, el) : () => {};
   model.send({ act: "hello" });
   return () => {
+    unstick();
     model.off("msg:custom", receive);
     model.off("change:shown", mark);
+    model.off("comm_live_update", cut);
     window.removeEventListener("keydown", own, true);
+    clearInterval(listening);
     for (const { mounted } of Object.values(sections)) mounted?.end?.();
   };
 }
 
-export default { render };
+// Keep `root` at the top of JupyterLab's notebook, in sight while that scrolls; on other pages it stays in its cell.
+function stick(root, el) {
+  root.classList.add("wb-strip");
+  let waiting = setInterval(look, 100); // until its cell is in the page
+  function look() {
+    if (!el.isConnected) return;
+    clearInterval(waiting);
+    const scrolls = el.closest(".jp-Notebook")?.querySelector(".jp-WindowedPanel-outer");
+    if (!scrolls) return;
+    scrolls.querySelector(":scope > .wb-strip")?.dispatchEvent(new Event("wb-back")); // there is room for one
+    scrolls.prepend(root);
+  }
+  root.addEventListener("wb-back", () => el.append(root));
+  look();
+  return () => {
+    clearInterval(waiting);
+    root.remove();
+  };
+}
+
+// The saved picture goes into the notebook's own outputs: an update by its display id reaches no page that was reloaded.
+// Once for each page, also where the panel's cell is out of sight and is not drawn.
+function initialize({ model }) {
+  const notebook = model.widget_manager?.context?.model; // JupyterLab's
+  if (!notebook?.cells) return;
+  model.on("msg:custom", ({ kind, html }) => {
+    if (kind === "saved") keepPicture(notebook, `class="${model.get("saved")}"`, html);
+  });
+  model.send({ act: "keeps" });
+}
+
+function keepPicture(notebook, mark, html) {
+  for (const { outputs } of notebook.cells) {
+    for (let n = 0; n < (outputs?.length ?? 0); n += 1) {
+      const output = outputs.get(n).toJSON();
+      if (!String(output.data?.["text/html"]).includes(mark)) continue;
+      outputs.set(n, { ...output, data: { ...output.data, "text/html": html } });
+    }
+  }
+}
+
+export default { initialize, render };

@@ -2,10 +2,12 @@
 // told. What is moved is the drawing that there is, until the kernel has drawn what is in sight now.
 import { make } from "./dom.js";
 import { replace } from "./forms.js";
+import { mountFind } from "./timeline_find.js";
 
 const TIMELINE_HELP =
-  "drag: pan; wheel after a click, or with Ctrl: zoom. Keys: ← → pan, + − zoom, Home all, n p next and previous span, " +
-  "↑ ↓ device, Enter details, Esc none";
+  "drag: pan; with Shift: select a range; wheel after a click, or with Ctrl: zoom. Keys: ← → pan, + − zoom, Home all, " +
+  "n p next and previous span, ↑ ↓ device, Enter details, / find, s select the marked span or what is in sight, " +
+  "[ ] select from or up to it, Shift ← → move the end, f zoom to it, Esc none";
 const SHORTEST_VIEW_S = 2e-5;
 const WIDTH_TO_STEP_TO = 3; // pixels: a child span that is narrower is passed over by n and p
 const REST_MS = 120; // without a move, until the kernel is asked to draw
@@ -29,11 +31,21 @@ export function mountTimeline(area, send) {
     control.addEventListener("click", act);
     tools.append(control);
   }
-  tools.append(make("span", { class: "wb-tl-help" }, TIMELINE_HELP));
-  const root = make("div", { class: "wb-tl" }, tools, stage, live, details, times);
+  const selector = make("button", { type: "button", "aria-pressed": "false", title: "drag to select a range" }, "Select");
+  selector.addEventListener("click", () => {
+    selecting = !selecting;
+    selector.setAttribute("aria-pressed", String(selecting));
+    stage.classList.toggle("wb-tl-selecting", selecting);
+  });
+  tools.append(selector);
+  const finder = mountFind(tools, send, () => stage.focus());
+  const help = make("div", { class: "wb-tl-help" }, TIMELINE_HELP);
+  const sums = make("div", { class: "wb-tl-sums", "data-scrolls": "" });
+  const root = make("div", { class: "wb-tl" }, tools, help, stage, live, sums, details, times);
   area.append(root);
 
-  const view = { from: 0, to: 1 }; // seconds from the start of a section, at both edges
+  // Seconds here are as they are drawn: where time is folded, they are fewer than those of the axis.
+  const view = { from: 0, to: 1 }; // seconds from the left edge of all, at both edges of what is in sight
   const shown = { from: 0, to: 1, length: 1 }; // the same of the drawing, and the longest section
   let home = true; // all is in sight, also what is added
   let marked = -1; // the span that the keyboard is on
@@ -42,6 +54,10 @@ export function mountTimeline(area, send) {
   let waiting = 0;
   let drawnWidth = 0;
   let drag = null;
+  let selecting = false; // a drag selects also without Shift
+  let range = null; // what is selected: seconds at both edges
+  let rangeAsked = ""; // the range that the kernel has not added up yet
+  let finds; // how often the kernel has gone to a match
 
   // --- what is in sight ---
 
@@ -103,6 +119,44 @@ export function mountTimeline(area, send) {
     look(about + (view.from - about) * factor, about + (view.to - about) * factor);
   }
 
+  // --- a range ---
+
+  function outlineRange() {
+    picture.querySelector(".wb-tl-range")?.remove();
+    root.dataset.range = range ? range.join(" ") : "";
+    const moves = picture.querySelector(".wb-tl-moves");
+    if (!range || !moves) return;
+    const box = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    const [width, length] = [plot().width.baseVal.value, shown.to - shown.from];
+    const x = ((range[0] - shown.from) / length) * width;
+    const y = (picture.querySelector("[data-lane]")?.getBBox().y || 0) - 26; // from the label of a break on
+    for (const [name, value] of Object.entries({
+      class: "wb-tl-range", x, y, width: ((range[1] - range[0]) / length) * width, height: "100%",
+    })) box.setAttribute(name, value);
+    moves.append(box);
+  }
+
+  // Take a range, in any order; the kernel adds it up.
+  function select(edges) {
+    range = edges && edges.map((at) => Math.min(Math.max(at, 0), shown.length)).sort((a, b) => a - b);
+    if (range && range[1] - range[0] < SHORTEST_VIEW_S) range = null;
+    outlineRange();
+    rangeAsked = String(Math.random());
+    send("select", { view: range, asked: rangeAsked });
+  }
+
+  const marks = () => (find(marked) ? edges(find(marked)) : [view.from, view.to]);
+
+  function moveEnd(by) {
+    const [from, to] = range || [view.from, (view.from + view.to) / 2];
+    select([from, Math.max(to + (by * (view.to - view.from)) / 50, from + SHORTEST_VIEW_S)]);
+  }
+
+  function showRange() {
+    const [from, to] = range || marks();
+    look(from, to);
+  }
+
   // --- what is pointed at ---
 
   const numberOf = (bar) => Number(bar.dataset.n);
@@ -125,6 +179,14 @@ export function mountTimeline(area, send) {
       if (number >= 0) find(number)?.classList.add(name);
     }
     tell("marked", marked);
+  }
+
+  // Bring the span that was searched for into sight, and tell it.
+  function showMatch() {
+    const bar = find(chosen);
+    if (!bar) return;
+    bar.scrollIntoView({ block: "nearest", inline: "nearest" });
+    live.textContent = facts(bar).split("\n").join(", ");
   }
 
   function choose(found) {
@@ -150,9 +212,15 @@ export function mountTimeline(area, send) {
     tip.style.top = `${event.clientY - place.top + 16}px`;
   }
 
+  function at(event) {
+    const { left, width } = box();
+    return view.from + ((event.clientX - left) / width) * (view.to - view.from);
+  }
+
   stage.addEventListener("pointerdown", (event) => {
     if (event.button !== 0 || !plot()) return;
-    drag = { x: event.clientX, found: under(event), from: view.from, to: view.to, moved: false };
+    const start = event.shiftKey || selecting ? at(event) : undefined; // of a range
+    drag = { x: event.clientX, found: under(event), from: view.from, to: view.to, moved: false, start };
   });
   stage.addEventListener("pointermove", (event) => {
     if (!drag) return point(event);
@@ -163,11 +231,16 @@ export function mountTimeline(area, send) {
     }
     if (!drag.moved) return;
     tip.hidden = true;
+    if (drag.start !== undefined) {
+      range = [drag.start, at(event)].sort((a, b) => a - b);
+      return outlineRange();
+    }
     const seconds = (-dx / box().width) * (drag.to - drag.from);
     look(drag.from + seconds, drag.to + seconds);
   });
-  stage.addEventListener("pointerup", () => {
-    if (drag && !drag.moved && !drag.found?.classList.contains("fused")) choose(drag.found);
+  stage.addEventListener("pointerup", (event) => {
+    if (drag?.moved && drag.start !== undefined) select([drag.start, at(event)]);
+    else if (drag && !drag.moved && !drag.found?.classList.contains("fused")) choose(drag.found);
     drag = null;
   });
   stage.addEventListener("pointercancel", () => (drag = null));
@@ -178,11 +251,10 @@ export function mountTimeline(area, send) {
   stage.addEventListener("wheel", (event) => {
     if (!plot() || (document.activeElement !== stage && !event.ctrlKey)) return;
     event.preventDefault();
-    const { left, width } = box();
-    const length = view.to - view.from;
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) return pan((event.deltaX / width) * length);
-    const about = view.from + ((event.clientX - left) / width) * length;
-    zoom(Math.exp(Math.max(-1, Math.min(event.deltaY / 300, 1))), about);
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      return pan((event.deltaX / box().width) * (view.to - view.from));
+    }
+    zoom(Math.exp(Math.max(-1, Math.min(event.deltaY / 300, 1))), at(event));
   }, { passive: false });
 
   // --- keys ---
@@ -246,7 +318,9 @@ export function mountTimeline(area, send) {
     "+": () => zoom(0.5, middleOfMark()), "=": () => zoom(0.5, middleOfMark()), "-": () => zoom(2, middleOfMark()),
     Home: goHome, n: () => step(1), p: () => step(-1), ArrowUp: () => changeLane(-1), ArrowDown: () => changeLane(1),
     Enter: () => find(marked) && choose(find(marked)),
-    Escape: () => { marked = -1; choose(null); },
+    "/": finder.focus, s: () => select(marks()), f: showRange,
+    "[": () => select([marks()[0], range?.[1] ?? view.to]), "]": () => select([range?.[0] ?? view.from, marks()[1]]),
+    Escape: () => { marked = -1; choose(null); select(null); },
   };
   keys[" "] = keys.Enter;
 
@@ -254,7 +328,9 @@ export function mountTimeline(area, send) {
     if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key] || !plot()) return;
     event.preventDefault();
     event.stopPropagation();
-    keys[event.key]();
+    if (event.shiftKey && event.key === "ArrowLeft") moveEnd(-1);
+    else if (event.shiftKey && event.key === "ArrowRight") moveEnd(1);
+    else keys[event.key]();
   });
 
   details.addEventListener("click", (event) => {
@@ -279,6 +355,13 @@ export function mountTimeline(area, send) {
       move();
       chosen = data.chosen;
       outline();
+      if (rangeAsked === data.selected) rangeAsked = "";
+      if (!rangeAsked && (!drag?.moved || drag.start === undefined)) range = data.range;
+      outlineRange();
+      finder.draw(data.search);
+      if (finds !== undefined && finds !== data.search.finds) showMatch();
+      finds = data.search.finds;
+      replace(sums, data.sums);
       replace(details, data.details);
       replace(times, data.times);
       const ended = performance.now();
@@ -291,6 +374,7 @@ export function mountTimeline(area, send) {
     end() {
       size.disconnect();
       clearTimeout(waiting);
+      finder.end();
     },
   };
 }

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 # class -> module; loaded when first used, so that `import workbench` stays quick
 ALGORITHMS = {
+    "ArCHer": "workbench.algorithms.archer",
     "DAPO": "workbench.algorithms.dapo",
     "DPO": "workbench.algorithms.dpo",
     "Distill": "workbench.algorithms.distill",
     "GRPO": "workbench.algorithms.grpo",
+    "HPT": "workbench.algorithms.hpt",
     "IPO": "workbench.algorithms.ipo",
     "KTO": "workbench.algorithms.kto",
     "ORPO": "workbench.algorithms.orpo",
@@ -28,10 +30,12 @@ ALGORITHMS = {
 }
 
 if TYPE_CHECKING:
+    from workbench.algorithms.archer import ArCHer as ArCHer
     from workbench.algorithms.dapo import DAPO as DAPO
     from workbench.algorithms.distill import Distill as Distill
     from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
+    from workbench.algorithms.hpt import HPT as HPT
     from workbench.algorithms.ipo import IPO as IPO
     from workbench.algorithms.kto import KTO as KTO
     from workbench.algorithms.orpo import ORPO as ORPO

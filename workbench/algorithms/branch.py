@@ -16,6 +16,7 @@ from workbench.batches.schema import STATUS
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.stages.ownership import Ownership
 from workbench.stages.runner import StageRunner
 
@@ -42,13 +43,10 @@ class Arm:
 @contextlib.contextmanager
 def prompts_kept(prompts: PromptStream, ownership: Ownership) -> Iterator[Callable[[], None]]:
     """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
-    drawn, state = prompts.drawn, prompts.state
-    position = prompts.source.state_dict() if prompts.source is not None else None
+    put_back = prompts.kept()
 
     def go_back() -> None:
-        prompts.drawn, prompts.state = drawn, state
-        if prompts.source is not None and position is not None:
-            prompts.source.load_state_dict(position)
+        put_back()
         ownership.record()
 
     try:
@@ -93,14 +91,14 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
     from workbench.algorithms.loop import Algorithm
 
     if not isinstance(arms, Mapping):
-        raise BadInput(f"arms={arms!r:.60}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
+        raise BadInput(f"arms={shown(arms)}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     if not isinstance(batch, Batch):
         raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
     plans = {}
     for name, algorithm in arms.items():
         if not isinstance(algorithm, Algorithm) or algorithm.lab is not lab:
             raise BadInput(
-                f"arm {name!r}: {algorithm!r:.60}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
+                f"arm {name!r}: {shown(algorithm)}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
             )
         with _named(name):
             graph = algorithm.graph()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,10 +15,12 @@ from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm, GroupSize
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
+from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import with_variance
 from workbench.settings.engines import Sampling
+from workbench.support.intervals import clustered_half_width
 from workbench.support.validation import NonNegativeInt
 
 
@@ -38,6 +41,7 @@ class DAPO(Algorithm):
     samples: GroupSize = 8
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     rounds: NonNegativeInt = 3
     overlong_buffer: int | None = None
     clip: float = 0.2
@@ -55,7 +59,7 @@ class DAPO(Algorithm):
         buffer = longest // 5 if self.overlong_buffer is None else self.overlong_buffer
         batch = lab.prompts.next(self.prompts)
         batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.apply(self.dynamic_sampling, batch)
         on_policy = self.on_policy()
         if not on_policy:
@@ -80,21 +84,21 @@ class DAPO(Algorithm):
         share of them, and the batch keeps its size: all they teach is the overlong penalty, where their responses
         differ in it, and without one every step is smaller by their share of the tokens.
         Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
-        without variance in the batch), `rewards/mean` over all that was drawn; the stages before this one have reported
-        those of the last draw alone.
+        without variance in the batch), `rewards/mean` and `rewards/interval95` over all that was drawn; the stages
+        before this one have reported those of the last draw alone.
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
         kept: list[Batch] = []
         others: list[Batch] = []
-        total, valid, drawn, rows, rounds = 0.0, 0, 0, 0, 0
+        scores, drawn, rows, rounds = list[tuple[Tensor, Tensor]](), 0, 0, 0
         while True:
-            scores_N, varied_N = _varied(batch)
-            total, valid = total + float(scores_N.sum()), valid + len(scores_N)
+            scores_N, varied_N, uids_N = _varied(batch)
+            scores.append((scores_N, uids_N))
             drawn, rows = drawn + batch.rows, rows + int(varied_N.sum())
-            for found, part in ((varied_N, kept), (~varied_N, others)):
-                if found.any():
-                    part.append(batch.take(np.flatnonzero(found.numpy())))
+            for wanted_N, part in ((varied_N, kept), (~varied_N, others)):
+                if wanted_N.any():
+                    part.append(batch.take(np.flatnonzero(wanted_N.numpy())))
             if rows >= wanted or rounds == self.rounds:
                 break
             rounds += 1
@@ -106,7 +110,7 @@ class DAPO(Algorithm):
             "rounds": rounds,
             "kept/fraction": rows / drawn,
             "filled/fraction": max(0, wanted - rows) / wanted,
-            "rewards/mean": total / max(1, valid),
+            **_means(scores),
         }
         lab.report("dynamic_sampling", metrics)
         whole = Batch.concat([*kept, *others])
@@ -127,8 +131,19 @@ def _spread(uids: np.ndarray, kept: int) -> np.ndarray:
     return np.concatenate([groups[i] for i in np.argsort(np.concatenate(places), kind="stable")])
 
 
-def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The score of each valid response; and of each response, whether the valid ones to its prompt differ in it."""
+def _means(drawn: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """The mean of the scores of all draws, 0 of none, and half the width of its interval. drawn: scores, prompts."""
+    scores_N, uids_N = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    _, groups_N = uids_N.unique(return_inverse=True)
+    totals, counts = (torch.bincount(groups_N, weights).tolist() for weights in (scores_N.double(), None))
+    half = clustered_half_width(totals, counts)
+    mean = float(scores_N.double().sum()) / max(1, len(scores_N))
+    return {"rewards/mean": mean, **({} if math.isnan(half) else {"rewards/interval95": half})}
+
+
+def _varied(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The score of each valid response; of each response, whether the valid ones to its prompt differ in it; and the
+    prompt of each valid response."""
     status = ["valid"] if "valid" in batch.names else []
     table = batch.fetch(["rewards", "prompt_uid", "response_mask", *status])
     rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
@@ -138,4 +153,4 @@ def _varied(batch: Batch) -> tuple[Tensor, Tensor]:
     scores_N = response_scores(rewards, mask.pad())
     valid_N = torch.as_tensor(table["valid"]).bool() if status else torch.ones(len(scores_N), dtype=torch.bool)
     scores_N, scored_N = scores_N[valid_N], uids[valid_N]
-    return scores_N, torch.isin(uids, scored_N[with_variance(scores_N, scored_N)])
+    return scores_N, torch.isin(uids, scored_N[with_variance(scores_N, scored_N)]), scored_N

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.algorithms.lab import Lab
+from workbench.algorithms.marks import unmarked
 from workbench.batches.schema import SCHEMA
 from workbench.errors import BadInput, StageError
+from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, truncation
 from workbench.stages.group import GroupOperation
 from workbench.stages.planning import deal_rows
 from workbench.support.named_fields import meant
+from workbench.support.validation import checked, hints_of
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 MOST_ROWS = 10_000_000  # of a batch: their numbers alone are an array
@@ -53,6 +56,33 @@ class Stage:
             return ""
         return self.function.code(*self.function.arguments(self.args, self.kwargs))
 
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        """What it takes beside batches."""
+        if isinstance(self.function, GroupOperation):
+            signature, batches = self.function.__signature__, int(self.function.operation.takes_batch)
+        elif self.role in ("prompts", "batch") and (self.role == "batch" or self.function is None):
+            signature, batches = inspect.signature(_method(self)), 1
+        else:
+            try:
+                signature, batches = inspect.signature(self.function or _method(self)), len(self.inputs)
+            except (TypeError, ValueError):  # of some functions written in C
+                return []
+        return list(signature.parameters.values())[batches:]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """By argument, what it is where none is given; `inspect.Parameter.empty` where one has to be."""
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return {p.name: p.default for p in self._parameters if p.kind not in several}
+
+    @property
+    def given_arguments(self) -> dict[str, Any]:
+        """What it is called with, by name; neither batches, nor arguments that have no names."""
+        names = [p.name for p in self._parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        plain = {name: value for name, value in zip(names, self.args, strict=False) if not isinstance(value, StandIn)}
+        return {**plain, **self.kwargs}
+
     def given(self, arguments: Mapping[str, Any]) -> Stage:
         """Prompts, or a batch's own method, with other arguments; `BadInput` where it takes none of that name."""
         signature = inspect.signature(_method(self))
@@ -61,6 +91,10 @@ class Stage:
             signature.bind_partial(None, **arguments)
         except TypeError as error:
             raise BadInput(f"{self.name} with {', '.join(arguments)}", f"it takes {', '.join(names)}") from error
+        hints = hints_of(_method(self))
+        arguments = {
+            name: checked(name, value, hints[name]) if name in hints else value for name, value in arguments.items()
+        }
         if signature.parameters[names[0]].kind is inspect.Parameter.VAR_POSITIONAL:
             return replace(self, kwargs={**self.kwargs, **arguments})
         # by name, so that a new value takes the place of one that was given by position
@@ -121,7 +155,7 @@ class Graph:
         made = stage.call(lab, values)
         takers = self.consumers(stage.name)
         if takers and not isinstance(made, Batch):
-            given = "None" if made is None else f"{type(made).__name__} {made!r:.60}"
+            given = "None" if made is None else f"{type(made).__name__} {shown(made)}"
             raise StageError(
                 f"stage {stage.name!r}: {stage.operation} returned {given}",
                 f"{takers[0].name!r} takes a batch from it",
@@ -147,7 +181,7 @@ class Graph:
             return stage.function.arguments(stage.args, stage.kwargs)[0] if operation else {}  # type: ignore[union-attr]
 
         for stage in self.stages:
-            if truncated := truncation(arguments(stage)) if stage.samples else {}:
+            if stage.samples and (truncated := truncation(given := arguments(stage))) and not given.get("keep_mask"):
                 for name in self.behind(stage.name):
                     if correction := arguments(self[name]).get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)
@@ -289,11 +323,12 @@ def stage_of(
 ) -> Stage:
     """A stage of an operation or a function, its arguments checked."""
     if not callable(function):
-        raise BadInput(f"stage {name!r}: {function!r:.60}", "a stage is an operation, or a function of a batch")
+        raise BadInput(f"stage {name!r}: {shown(function)}", "a stage is an operation, or a function of a batch")
     if isinstance(function, GroupOperation):
         function = function.now
         operation = function.operation
-        arguments, _ = function.arguments(args, kwargs)
+        plain = {name: unmarked(value) for name, value in kwargs.items()}
+        arguments, _ = function.arguments(tuple(map(unmarked, args)), plain)
         return Stage(
             name=name,
             role=function.group.role,

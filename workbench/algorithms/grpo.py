@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm, GroupSize
+from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
+from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.correction import Correction
+from workbench.objectives.covariance import CovarianceLoss
 from workbench.settings.engines import Sampling
+from workbench.support.validation import PositiveInt
 
 
 @dataclass
 class GRPO(Algorithm):
     """`GRPO(lab).run(n)`: n iterations of the calls in `define`.
 
-    prompts: prompts an iteration; samples: responses a prompt, at least 2. kl_coefficient, kl: penalty against the
-    reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is needed. aggregation: how token losses
-    become one; the paper's is "sequence-mean-token-mean". loss, estimator: by name, or functions of one's own, see
-    `update_actor` and `compute_advantages`. clip, clip_high, dual_clip, entropy_coefficient: as in `update_actor`;
-    without them a loss with a name has the clips of its paper. correction: for rollouts of another distribution than
-    the trainer's, see `Correction`. Its variants:
+    prompts: prompts an iteration; samples: responses a prompt, at least 2 unless `estimator` is a function. reward,
+    reward_weights: as in `PPO`.
+    kl_coefficient, kl: penalty against the reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is
+    needed. aggregation: how token losses become one; the paper's is "sequence-mean-token-mean". loss, estimator: by
+    name, or functions of one's own, see `update_actor` and `compute_advantages`. clip, clip_high, dual_clip,
+    entropy_coefficient: as in `update_actor`; without them a loss with a name has the clips of its paper. correction:
+    for rollouts of another distribution than the trainer's, see `Correction`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
         GSPO        loss="gspo"                                                  arXiv:2507.18071
         CISPO       loss="cispo", aggregation="token-mean"                       arXiv:2506.13585
         SAPO        loss="sapo"                                                  arXiv:2511.20347
+        KL-Cov      loss=KLCov(), aggregation="token-mean", epochs=2             arXiv:2505.22617
+        Clip-Cov    loss=ClipCov(), aggregation="token-mean"                     arXiv:2505.22617
         batch std   estimator="grpo_batch_std"                                   arXiv:2508.08221
+        process     estimator="grpo_process", replace("compute_reward", steps=...)   arXiv:2402.03300, section 4.1.3
         VCPO        estimator="off_policy_baseline", clip=1.0, clip_high=1e9, correction=Correction(level="sequence",
                     high=8.0, reference_size=1.0)                                arXiv:2602.17616
+        M2PO        correction=Correction(bound="second_moment"), clip=1.0, clip_high=1e9   arXiv:2510.01161
+                    (as AReaL has it, see `Correction`)
 
     VCPO's settings are those of its authors' scripts: no clip, weights up to 8, the losses of a response's tokens
-    averaged. Its estimator divides by the standard deviation of the group.
+    averaged. Its estimator divides by the standard deviation of the group, and takes the norm of each response's
+    gradient, a backward pass a response; `algo.remove("compute_gradient_norm")` saves these, and takes the number of
+    tokens in their place.
     """
 
     lab: Lab
     prompts: int = 4
-    samples: GroupSize = 4
+    samples: PositiveInt = 4
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     estimator: str | Callable[..., Any] = "grpo"
-    loss: str | Callable[..., Any] = "ppo"
+    loss: str | CovarianceLoss | Callable[..., Any] = "ppo"
     kl_coefficient: float = 0.0
     kl: str = "k3"
     correction: Correction | None = None
@@ -54,17 +67,16 @@ class GRPO(Algorithm):
     aggregation: Aggregation = "sequence-mean-token-mean"
 
     def __post_init__(self) -> None:
+        if self.samples < 2 and not callable(self.estimator):
+            why = f"must be at least 2: the baseline of estimator={self.estimator!r} is the other samples of a prompt"
+            raise BadInput(f"GRPO.samples={self.samples}", why, "write samples=4, its default")
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Lab) -> None:
-        batch = lab.prompts.next(self.prompts)
-        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        on_policy = self.on_policy()
-        if not on_policy:
-            batch = lab.actor.compute_log_prob(batch)
-        if self.kl_coefficient:
-            batch = lab.reference.compute_ref_log_prob(batch)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch, on_policy = self.rollouts(lab, reference=bool(self.kl_coefficient))
+        if self.estimator == "off_policy_baseline":
+            batch = lab.actor.compute_gradient_norm(batch)
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.compute_advantages(batch, estimator=self.estimator, correction=self.correction)
         lab.actor.update_actor(
             batch,

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
+from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front
+from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.tracing import trace
+from workbench.algorithms.recorded_calls import recording
+from workbench.algorithms.recorded_settings import note_settings
+from workbench.algorithms.waiting import WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
+from workbench.errors.plain_text import shown
+from workbench.objectives.covariance import CovarianceLoss
 from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_names, meant
-from workbench.support.validation import Whole, at_least, check_before_post_init, whole
+from workbench.support.named_fields import check_names
+from workbench.support.validation import Whole, at_least, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,109 +39,29 @@ GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are
 
 
 @checks_calls("algo")
-class Algorithm(ABC):
+class Algorithm(StageEdits):
     """Drives a workbench. `define` is the paper's listing, one line a stage.
 
     graph(): the stages. step(): the next stage. iterate(): the rest of the iteration. restart(): give the iteration up.
     run(n): n iterations, in which stages of different pools overlap. To change it from a cell, set a field, which later
-    stages read, or `replace`, `insert` and `remove` stages.
+    stages read, or `replace`, `insert` and `remove` stages; `once` changes arguments of one run.
     """
 
     lab: Lab
-    _edits: list[Callable[[Graph], Graph]]
     _made: dict[str, Any]
-    taken_up = False  # from a checkpoint
     _interrupted = False  # in the iteration under way
     _under_way = False  # an iteration has begun and is not over
     _iteration = 0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the values of fields before `__post_init__`."""
-        super().__init_subclass__(**kwargs)
-        check_before_post_init(cls)
+    _staleness = 0  # iterations that the `run` under way generates ahead
+    _ended = 0
+    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there
+    _noted: Mapping[str, Any] = MappingProxyType({})  # the settings that the record of the run has
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         check_names(cls.__name__, parameters, kwargs, len(args))
         return super().__new__(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; `BadInput` for a name that is none, which no stage would read."""
-        fields = [field.name for field in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else [name]
-        if name not in fields and not name.startswith("_") and not hasattr(type(self), name):
-            raise BadInput(
-                f"{type(self).__name__}.{name} = {value!r:.60}",
-                f"its fields are {', '.join(fields)}",
-                meant(name, fields) or f"a field of one's own is written in the class: {name}: float = 0.0",
-            )
-        super().__setattr__(name, value)
-
-    @abstractmethod
-    def define(self, lab: Any) -> None:
-        """The stages of one iteration. `graph` also runs it on stand-ins, so it must not read the rows of a batch."""
-
-    # --- as a value ---------------------------------------------------------------------------------------------------
-
-    def graph(self) -> Graph:
-        """The stages of one iteration, with the present fields and edits."""
-        graph = trace(self.lab, self.define, type(self).__name__)
-        for edit in self._all_edits():
-            graph = edit(graph)
-        return graph
-
-    def replace(self, stage: str, function: Callable[..., Any] | None = None, /, **arguments: Any) -> None:
-        """Change arguments of a stage, or put another in its place: an operation such as `lab.actor.mine`, or a
-        function of its batch that returns a batch. `algo.replace("update_actor", clip=0.1)`;
-        `algo.replace("compute_reward", my_stage)`.
-
-        A stage that has run in this iteration runs again, with those that have run on what it made. `BadInput` where
-        one of them has updated a role.
-        """
-        self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
-
-    def insert(self, function: Callable[..., Any], /, *, after: str, name: str | None = None, **arguments: Any) -> None:
-        """Put a stage after another: an operation, or a function of the batch that returns a batch.
-
-        `BadInput` where one behind it has run in this iteration.
-        """
-        called = name or str(getattr(function, "__name__", type(function).__name__))
-        names = self.graph().names
-        behind = names[names.index(after) + 1 :] if after in names else []
-        if ran := [stage for stage in behind if self._under_way and stage in self.made]:
-            raise BadInput(
-                f"inserting {called!r} after {after!r}",
-                f"{ran[0]!r}, which comes behind it, has run in this iteration",
-                "finish the iteration first, with iterate(), or give it up, with restart()",
-            )
-        self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
-
-    def remove(self, stage: str) -> None:
-        """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
-        what has run on what it made runs again, as in `replace`."""
-        self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
-
-    def _all_edits(self) -> list[Callable[[Graph], Graph]]:
-        if not hasattr(self, "_edits"):
-            self._edits = []
-        return self._edits
-
-    def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
-        """Apply an edit. again: the stage whose output is out of date after it."""
-        before = self.graph()
-        after = edit(before)  # raises for a wrong edit, before anything is changed
-        stale = [name for name in before.behind(again) if name in self.made] if again and self._under_way else []
-        if updated := [name for name in stale if before[name].updates]:
-            raise BadInput(
-                what,
-                f"{updated[0]!r} has updated {before[updated[0]].role!r} in this iteration, from what would change",
-                "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
-            )
-        self._all_edits().append(edit)
-        for name in stale:
-            del self.made[name]
-        if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
-            self._end()
 
     # --- carried out --------------------------------------------------------------------------------------------------
 
@@ -156,6 +83,11 @@ class Algorithm(ABC):
         return self._iteration
 
     @property
+    def ended_iterations(self) -> int:
+        """How many iterations it has ended in this kernel."""
+        return self._ended
+
+    @property
     def next_stage(self) -> str:
         """The stage that `step` would run."""
         return self._next(self.graph()).name
@@ -171,13 +103,14 @@ class Algorithm(ABC):
 
         A stage that fails stays the next one: fix the cause, `replace` it or an earlier one, or `restart`.
         """
-        with self._stoppable("step"):
+        with recording(self, "step"), self._stoppable("step"):
             return self._step()
 
     def _step(self) -> Any:
         self.lab.take_edits()
         self.lab.position.take_up(self)
-        graph = self.graph()
+        once = self._once
+        graph = self._graph_with(once)
         stage = self._next(graph)
         self.lab.position.algorithm = self
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
@@ -188,17 +121,26 @@ class Algorithm(ABC):
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted = True, False
+            self._noted = note_settings(self, self._noted)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         # what a stage of workers gave is kept before an interrupt is raised: an update is not made again, and prompts
         # are not drawn again
         draws = stage.role == "prompts"
+        if self._staleness and stage.name not in {other.name for other in front(graph)}:
+            fill(self.lab, graph, self._staleness, self._draw_ahead)
         with (
             uninterrupted() if draws or isinstance(stage.function, GroupOperation) else nullcontext(),
             self.lab.runner.ownership.together() if draws else nullcontext(),
             self._taking(stage),
         ):
-            self.made[stage.name] = made = graph.call(stage, self.lab, self.made)
+            if draws and not self.made:
+                made, self._from_buffer = drawn(self.lab, graph)
+                self.made.update(made)
+            if stage.name not in self.made:
+                self.made[stage.name] = graph.call(stage, self.lab, self.made)
+            made = self.made[stage.name]
             self._iteration = self.lab.iteration
+            self._has_run(stage.name, once)
             self.lab.note_position()
         if all(name in self.made for name in graph.names):
             self._end()
@@ -212,22 +154,43 @@ class Algorithm(ABC):
         take = partial(self.made.__setitem__, stage.name)
         return self.lab.runner.handing_over(stage.function.operation.name, take)
 
+    def draw_ahead(self) -> Batch:
+        """Draw the prompts of the first iteration to come that has none, and generate for them with the actor's present
+        weights. The rollouts wait in `lab.buffer`, where their iteration finds them: one step of what `run(n,
+        staleness=k)` does by itself. The batch.
+
+        Raises `BadInput` where the stages before generation draw no prompts of `lab.prompts`, or update a role.
+        """
+        self.lab.take_edits()
+        graph = self.graph()
+        check_can_run_ahead(graph)
+        self.lab.runner.require_nothing_to_skip("draw_ahead()")
+        with self._stoppable("draw_ahead"):
+            self.lab.position.take_up(self)
+            self.lab.position.algorithm = self
+            return self._draw_ahead()
+
+    def _draw_ahead(self) -> Batch:
+        once = self._once
+        return draw_ahead(self.lab, self._graph_with(once), lambda stage: self._has_run(stage, once))
+
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.
 
         Its updates stay, and `finish` is not called. Its batches are in `made` until the next step.
         """
-        self._under_way = False
+        with recording(self, "restart"):
+            self._under_way = False
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way
-        with uninterrupted():
-            self._under_way = False
+        with uninterrupted(), self._quietly():
+            self._under_way, self._ended = False, self._ended + 1
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: of a step that was skipped some may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)
 
-    def finish(self, metrics: Mapping[str, float]) -> None:  # noqa: B027 (not abstract: most algorithms have none)
+    def finish(self, metrics: Mapping[str, float]) -> None:
         """Called after the last stage of an iteration, with its metrics: an algorithm may adapt its fields here."""
 
     def state(self) -> dict[str, Any]:
@@ -244,6 +207,8 @@ class Algorithm(ABC):
             "class": type(self).__name__,
             "iteration": self.iteration,
             "state": self.state(),
+            "fields": self._kept_fields(),
+            "arguments": self._kept_arguments(),
             "under_way": bool(made),
             "made": dict(made),
             "last_metrics": {stage: dict(values) for stage, values in last.items()},
@@ -251,13 +216,16 @@ class Algorithm(ABC):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        with self._quietly():
+            for name, value in state.items():
+                setattr(self, name, value)
 
     def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
         """Continue from `saved`, the `position` of an algorithm of this class. made: what the stages of its present
         iteration had made; None between iterations."""
         self.taken_up = True
+        self._take_fields(saved.get("fields", {}))
+        self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
         self._iteration = saved["iteration"]
         if made is not None:
@@ -267,7 +235,7 @@ class Algorithm(ABC):
 
     def go_back(self, iteration: int) -> None:
         """Go back to the end of an iteration, from which it may be continued."""
-        self.restart()
+        self._under_way = False
         self.made.clear()
         self._iteration = iteration
         self.taken_up = False
@@ -277,7 +245,7 @@ class Algorithm(ABC):
         batches = self.lab.runner.batches
         iterating, batches.iterating = batches.iterating, True
         try:
-            with self._stoppable("iterate"):
+            with recording(self, "iterate"), self._stoppable("iterate"):
                 self.step()
                 while self._under_way:
                     self.step()
@@ -290,14 +258,29 @@ class Algorithm(ABC):
 
         def left() -> tuple[str, str]:
             if not self._under_way:
-                return f"iteration {self.iteration} is over", "the same call again begins the next one"
-            return f"{self.next_stage} of iteration {self.lab.iteration} is next", "the same call again goes on with it"
+                return f"iteration {self.iteration} is over", "run the cell again: the same call begins the next one"
+            return (
+                f"{self.next_stage} of iteration {self.lab.iteration} is next",
+                "run the cell again: the same call goes on with it",
+            )
 
         return stoppable(f"{type(self).__name__}.{call}()", left)
 
-    def run(self, iterations: int, *, evaluate: Callable[[], object] | None = None, every: int = 1) -> pd.DataFrame:
+    def run(
+        self, iterations: int, *, staleness: int = 0, evaluate: Callable[[], object] | None = None, every: int = 1
+    ) -> pd.DataFrame:
         """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
         up. One that was interrupted in a `run`, or that a checkpoint has, is finished first, and counts.
+
+        The frame's first columns are what one looks at first: reward and its interval, KL, loss, gradient norm, clip
+        fraction, response length. A notebook shows these with their curves, and the others behind a fold;
+        `frame.attrs["seconds"]` has how long each iteration took.
+
+        staleness: how many iterations generation runs ahead. At k, while iteration i trains, the rollouts of iteration
+        i + k are generated, with the weights from before iteration i's update, and wait in `lab.buffer`; with rollout
+        workers in a pool of their own both happen at the same time. Everywhere the draws, and so the metrics, are the
+        same. What waits when the run is over is what the next iterations begin with, at whatever staleness. At 0
+        nothing is generated ahead. See `Correction` for what old rollouts do to an update.
 
         A terminal shows the progress; the log of a script has a line an iteration.
 
@@ -306,43 +289,75 @@ class Algorithm(ABC):
 
         A script that is resumed counts the iterations before its checkpoint, and does not run them again.
         """
-        import pandas as pd
+        from workbench.display.results import Results
 
         whole("iterations", iterations, 1)
         whole("every", every, 1)
+        whole("staleness", staleness, 0)
+        if staleness:
+            check_can_run_ahead(self.graph())
         if evaluate is not None and not callable(evaluate):
             remedy = "evaluate=lambda: lab.evaluate(held_out)"
-            raise BadInput(f"evaluate={evaluate!r:.60}", "must be a function without arguments, or None", remedy)
+            raise BadInput(f"evaluate={shown(evaluate)}", "must be a function without arguments, or None", remedy)
         self.lab.take_edits()
-        rows = []
+        rows, seconds = [], []
         self.lab.position.take_up(self)
         resumed = self._under_way and (
             self._interrupted or (self.taken_up and self.lab.position.saved_algorithm is not None)
         )
         passed = self.lab.passed_over(iterations)
-        with self._stoppable("run"), Iterations(type(self).__name__, iterations) as shown:
+        title = type(self).__name__
+        with recording(self, "run", resumed=resumed), self._stoppable("run"), Iterations(title, iterations) as line:
             for number in range(passed + 1, iterations + 1):
                 if not resumed:
                     self.restart()
                 resumed = False
                 batches = self.lab.runner.batches
-                looping, batches.looping = batches.looping, True
+                looping, batches.looping, self._staleness = batches.looping, True, staleness
+                started_s = time.perf_counter()
                 try:
                     with self.lab.overlap():
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
+                    self.lab.buffer.forget_unmade()
                     self._interrupted = self._under_way = self._under_way and _is_interrupt(error)
+                    self._put_back()
                     raise
                 finally:
-                    batches.looping = looping
+                    batches.looping, self._staleness = looping, 0
                 self.restart()
+                seconds.append(time.perf_counter() - started_s)
                 rows.append({"iteration": self.lab.iteration, **metrics})
-                shown.done(metrics)
+                line.done(metrics)
                 if evaluate is not None and number % every == 0:
-                    with shown.aside():
+                    with line.aside():
                         evaluate()
-        return pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
+        return Results.of(rows, algorithm=title, seconds=seconds)
+
+    def _put_back(self) -> None:
+        """Have rollouts of an iteration that was given up wait again, unless an update has used them."""
+        used = {stage.name for stage in self.graph().stages if stage.updates} & self.made.keys()
+        if not self._under_way and not used:
+            self.lab.buffer.put_back(self._from_buffer)
+            self._from_buffer = ()
+
+    def rollouts(self, lab: Lab, *, penalised: bool = False, reference: bool | None = None) -> tuple[Batch, bool]:
+        """The stages with which an iteration begins, for `define`: prompts, responses, and the log-probabilities of
+        the actor and of the reference. Reads the fields prompts, samples and sampling.
+
+        Returns the batch, and whether `compute_log_prob` was left out, see `on_policy`. penalised: rewards have a KL
+        penalty. reference: whether the reference's log-probabilities are needed; None: where rewards are penalised.
+        """
+        algorithm: Any = self
+        batch = lab.prompts.next(algorithm.prompts)
+        batch = lab.actor.generate_sequences(batch, samples=algorithm.samples, **asdict(algorithm.sampling))
+        on_policy = self.on_policy(penalised=penalised)
+        if not on_policy:
+            batch = lab.actor.compute_log_prob(batch)
+        if penalised if reference is None else reference:
+            batch = lab.reference.compute_ref_log_prob(batch)
+        return batch, on_policy
 
     def on_policy(self, *, penalised: bool = False) -> bool:
         """Whether `define` may leave `compute_log_prob` out, because `update_actor` can use its own forward pass: with
@@ -352,7 +367,8 @@ class Algorithm(ABC):
         """
         training = self.lab.actor.spec.training
         one_step = getattr(self, "epochs", 1) == 1 and (training is None or training.minibatches == 1)
-        return one_step and not penalised and getattr(self, "correction", None) is None
+        compares = isinstance(getattr(self, "loss", None), CovarianceLoss) or penalised
+        return one_step and not compares and getattr(self, "correction", None) is None
 
     def need(self, *roles: str) -> None:
         """Raise `BadInput` unless the workbench has these roles, and the stages take what the fields say.
@@ -362,18 +378,22 @@ class Algorithm(ABC):
         """
         if not hasattr(self.lab, "groups"):
             raise BadInput(
-                f"{type(self).__name__}({self.lab!r:.60})",
+                f"{type(self).__name__}({shown(self.lab)})",
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
             at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
         missing = [role for role in roles if role not in self.lab.groups]
+        penalty = missing == ["reference"] and hasattr(self, "kl_coefficient")
+        without = ", or give kl_coefficient=0, which needs no reference" if penalty else ""
+        if missing == ["reward"]:
+            without = ", or add it: lab.add('reward', my_function)"
         if missing:
             raise BadInput(
                 f"{type(self).__name__} on a workbench without {' and '.join(missing)}",
                 f"it has {', '.join(self.lab.groups)}",
-                "open one with these roles in models=",
+                f"open one with these roles in models={without}",
             )
         self._check_rows()
         self.graph().check_corrections(type(self).__name__)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
 from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
+from workbench.objectives.covariance import CovarianceLoss
 from workbench.objectives.kl import adaptive_kl_step
 from workbench.settings.engines import Sampling
 from workbench.support.validation import FINITE, PositiveFloat, PositiveInt
@@ -19,11 +21,13 @@ from workbench.support.validation import FINITE, PositiveFloat, PositiveInt
 class PPO(Algorithm):
     """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
-    prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own.
+    prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own, or
+    components, as `compute_reward` takes them; reward_weights: weights of these by name, in place of their own.
     kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. kl_target: nats a
     response; the coefficient is then moved after each iteration by `adaptive_kl_step` (read it, set it), over
     kl_horizon responses; None: it is fixed. macro_tokens: tokens that advantages take as one action (MA-PPO,
-    arXiv:2410.02743). bootstrap: the critic's value replaces the rewards after the cut of a cut response.
+    arXiv:2410.02743), a number or a rule, see `compute_advantages`. bootstrap: the critic's value replaces the rewards
+    after the cut of a cut response.
     value_clip, epochs: of the updates, whose minibatches are set by `Training.minibatches`; loss, clip (None: the
     loss's own, 0.2), dual_clip, entropy_coefficient: as in `update_actor`. sampling: how responses are drawn.
     correction: for rollouts of another distribution than the trainer's, see `Correction`.
@@ -34,13 +38,14 @@ class PPO(Algorithm):
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     gamma: float = 1.0
     lam: float = 0.95
     kl_coefficient: float = 0.05
     kl: str = "k1"
     kl_target: Annotated[PositiveFloat, FINITE] | None = None
     kl_horizon: PositiveInt = 10_000
-    macro_tokens: int = 1
+    macro_tokens: int | Literal["random", "perplexity", "steps"] = 1
     bootstrap: bool = False
     clip: float | None = None
     value_clip: PositiveFloat | None = 0.2
@@ -48,24 +53,18 @@ class PPO(Algorithm):
     entropy_coefficient: float = 0.0
     epochs: int = 1
     correction: Correction | None = None
-    loss: str | Callable[..., Any] = "ppo"
+    loss: str | CovarianceLoss | Callable[..., Any] = "ppo"
 
     def __post_init__(self) -> None:
-        penalised = self.kl_coefficient or self.kl_target is not None
-        self.need("critic", *(["reference"] if penalised else []), "reward")
+        self.need("critic", *(["reference"] if self._with_reference else []), "reward")
         if self.kl_target is not None:
             self._check_target(self.kl_target)
 
     def define(self, lab: Lab) -> None:
-        batch = lab.prompts.next(self.prompts)
-        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        on_policy = self.on_policy(penalised=bool(self.kl_coefficient or self.kl_target is not None))
-        if not on_policy:
-            batch = lab.actor.compute_log_prob(batch)
-        if self.kl_coefficient or self.kl_target is not None:
-            batch = lab.reference.compute_ref_log_prob(batch)
+        penalised = bool(self.kl_coefficient or self.kl_target is not None)
+        batch, on_policy = self.rollouts(lab, penalised=penalised, reference=self._with_reference)
         batch = lab.critic.compute_values(batch, final=self.bootstrap)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.compute_advantages(
             batch,
             gamma=self.gamma,
@@ -94,6 +93,10 @@ class PPO(Algorithm):
 
     def state(self) -> dict[str, Any]:
         return {"kl_coefficient": self.kl_coefficient} if self.kl_target is not None else {}
+
+    @property
+    def _with_reference(self) -> bool:
+        return bool(self.kl_coefficient or self.kl_target is not None or self.macro_tokens == "perplexity")
 
     def _check_target(self, target: float) -> None:
         """Raise `BadInput` for settings that the step of the coefficient would refuse."""

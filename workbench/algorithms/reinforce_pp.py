@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
 from workbench.support.validation import at_least
@@ -32,6 +33,7 @@ class ReinforcePP(Algorithm):
     baseline: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     gamma: float = 1.0
     kl_coefficient: float = 0.01
     clip: float = 0.2
@@ -46,14 +48,8 @@ class ReinforcePP(Algorithm):
     def define(self, lab: Lab) -> None:
         in_reward, in_loss = (0.0, self.kl_coefficient) if self.baseline else (self.kl_coefficient, 0.0)
         estimator = "reinforce_pp_baseline" if self.baseline else "reinforce_pp"
-        batch = lab.prompts.next(self.prompts)
-        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        on_policy = self.on_policy(penalised=bool(in_reward))
-        if not on_policy:
-            batch = lab.actor.compute_log_prob(batch)
-        if self.kl_coefficient:
-            batch = lab.reference.compute_ref_log_prob(batch)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch, on_policy = self.rollouts(lab, penalised=bool(in_reward), reference=bool(self.kl_coefficient))
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.compute_advantages(batch, estimator=estimator, gamma=self.gamma, kl_coefficient=in_reward, kl="k1")
         lab.actor.update_actor(
             batch,

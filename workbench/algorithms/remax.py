@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
 
@@ -29,6 +30,7 @@ class ReMax(Algorithm):
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2
@@ -42,14 +44,14 @@ class ReMax(Algorithm):
     def _status(self) -> tuple[str, ...]:
         """The column that says which rows failed, where functions or environments can fail."""
         by_function = self.reward is not None or self.lab.groups["reward"].spec.function is not None
-        return ("valid",) if by_function or self.sampling.environment is not None else ()
+        return ("valid",) if by_function or self.sampling.several_turns is not None else ()
 
     def define(self, lab: Lab) -> None:
         prompts = lab.prompts.next(self.prompts)
         with lab.reported_as("generate_greedy"):
             greedy = lab.actor.generate_sequences(prompts, **asdict(replace(self.sampling, temperature=0.0)))
         with lab.reported_as("compute_greedy_reward"):
-            greedy = lab.reward.compute_reward(greedy, function=self.reward)
+            greedy = lab.reward.compute_reward(greedy, function=self.reward, weights=self.reward_weights)
         baseline = greedy.select("rewards", *self._status).rename(
             rewards="baseline_rewards", **dict.fromkeys(self._status, "baseline_valid")
         )
@@ -60,7 +62,7 @@ class ReMax(Algorithm):
             batch = lab.actor.compute_log_prob(batch)
         if self.kl_coefficient:
             batch = lab.reference.compute_ref_log_prob(batch)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = batch.join(baseline)
         batch = lab.compute_advantages(batch, estimator="remax", kl_coefficient=self.kl_coefficient, kl=self.kl)
         lab.actor.update_actor(

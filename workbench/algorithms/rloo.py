@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm, GroupSize
+from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
 
@@ -29,6 +30,7 @@ class RLOO(Algorithm):
     samples: GroupSize = 4
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2
@@ -39,14 +41,8 @@ class RLOO(Algorithm):
         self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     def define(self, lab: Lab) -> None:
-        batch = lab.prompts.next(self.prompts)
-        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
-        if not on_policy:
-            batch = lab.actor.compute_log_prob(batch)
-        if self.kl_coefficient:
-            batch = lab.reference.compute_ref_log_prob(batch)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch, on_policy = self.rollouts(lab, penalised=bool(self.kl_coefficient))
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.compute_advantages(batch, estimator="rloo", kl_coefficient=self.kl_coefficient, kl=self.kl)
         lab.actor.update_actor(
             batch,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
 from workbench.errors import BadInput
 from workbench.objectives.correction import Correction
 from workbench.objectives.lagrangian import dual_step
@@ -43,6 +44,7 @@ class SafeRLHF(Algorithm):
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
     cost: Callable[..., Any] | Mapping[str, Any] | None = None
     limit: Annotated[Number, FINITE] = 0.0
     multiplier: float = 1.0
@@ -74,16 +76,10 @@ class SafeRLHF(Algorithm):
             )
 
     def define(self, lab: Lab) -> None:
-        batch = lab.prompts.next(self.prompts)
-        batch = lab.actor.generate_sequences(batch, samples=self.samples, **asdict(self.sampling))
-        on_policy = self.on_policy(penalised=bool(self.kl_coefficient))
-        if not on_policy:
-            batch = lab.actor.compute_log_prob(batch)
-        if self.kl_coefficient:
-            batch = lab.reference.compute_ref_log_prob(batch)
+        batch, on_policy = self.rollouts(lab, penalised=bool(self.kl_coefficient))
         batch = lab.critic.compute_values(batch)
         batch = lab.cost_critic.compute_cost_values(batch)
-        batch = lab.reward.compute_reward(batch, function=self.reward)
+        batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
         batch = lab.cost.compute_cost(batch, function=self.cost)
         batch = lab.compute_advantages(
             batch,

@@ -189,9 +189,7 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
     try:
         import ray
     except ImportError:
-        raise MissingDependency(
-            "Ray is not installed", "backend='ray' needs it", "pip install 'workbench[ray]', or use backend='inline'"
-        ) from None
+        raise MissingDependency.of("Ray", "backend='ray' needs it", "ray", "backend='inline'") from None
     if _ahead is not None:
         _ahead.wait(note)
         _ahead = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -23,13 +24,15 @@ class Hosts:
 
     lost: the pools that are no longer whole, each with what it was lost in. pending_cleanup: by pool, the work of an
     operation that was given up which its hosts have not ended yet. shard_successors: for a host that has ended, the
-    host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended.
+    host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended. changing:
+    held from reading the description to `become` with what was made of it, so that no other change in between is lost.
     """
 
     backend: Backend
 
     def __init__(self, description: Description, run_folder: Path) -> None:
         self.run_folder = run_folder
+        self.changing = threading.RLock()
         self.lost: dict[str, str] = {}
         self.pending_cleanup: dict[str, list[tuple[str, Pending]]] = {}
         self.shard_successors: dict[str, str] = {}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from workbench.backends.base import Backend, Pending
 from workbench.errors import BadInput, NotFound
+from workbench.errors.containing import contained, passes
 from workbench.messages.calls import Call, HostInfo
 from workbench.workers.host import Host
 
@@ -59,11 +60,14 @@ class Finished(Pending):
     """An answer that is there, or the error that came instead. An interrupt of the kernel goes straight through."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
-        self._value, self._error = None, None
+        self._value: Any = None
+        self._error: Exception | None = None
         try:
             self._value = ask()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            if passes(error):
+                raise
+            self._error = contained(error)
 
     def done(self) -> bool:
         return True

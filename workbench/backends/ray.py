@@ -17,6 +17,7 @@ from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_
 from workbench.backends.idle import Idle
 from workbench.backends.nodes import nodes_of_pools
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
+from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
 from workbench.support.machine import Process, end
 
@@ -133,17 +134,19 @@ def _actor_class(ray: Any) -> Any:
 
         def compute(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
             self._check(driver, method)
-            with self._watch.used():
+            with self._watch.used(), containing():
                 return getattr(self._host, method)(*args, **kwargs)
 
         @ray.method(concurrency_group="data")
         def data(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self._host, method)(*args, **kwargs)
+            with containing():
+                return getattr(self._host, method)(*args, **kwargs)
 
         @ray.method(concurrency_group="control")
         def control(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
             self._check(driver, method)
-            return getattr(self._host, method)(*args, **kwargs)
+            with containing():
+                return getattr(self._host, method)(*args, **kwargs)
 
         def _check(self, driver: str, method: str) -> None:
             if driver != self._driver and self._driver and method not in LOOKS:

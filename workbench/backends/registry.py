@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
-from workbench.support import files
+from workbench.errors.plain_text import shown
+from workbench.support import files, pickles
 from workbench.support.home import home, locked, private_folder
 from workbench.support.machine import Process
 
@@ -77,7 +76,7 @@ def check_name(name: str) -> str:
     if not text or len(name.encode()) > NAME_BYTES:
         rule = "a workbench's name has letters, digits, '-', '_' and '.', and is not empty"
         raise BadInput(
-            f"name {name!r:.80}", f"{rule}; it has at most {NAME_BYTES} bytes", "choose another, such as 'lab'"
+            f"name {shown(name, 80)}", f"{rule}; it has at most {NAME_BYTES} bytes", "choose another, such as 'lab'"
         )
     return name
 
@@ -85,7 +84,7 @@ def check_name(name: str) -> str:
 def write(record: Record, description: Description) -> Record:
     """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
     private_folder(record.folder)
-    files.write_bytes(record.folder / "description.pkl", cloudpickle.dumps(description))
+    files.write_bytes(record.folder / "description.pkl", pickles.dumps(description))
     record = replace(record, roles={role: str(model) for role, model in description.models.items()})
     files.write_json(record.folder / "lab.json", asdict(record))
     return record
@@ -101,7 +100,7 @@ def rewrite(description: Description, hosts: dict[str, Process]) -> None:
 def check_room(description: Description) -> None:
     """Raise `WriteFailed` where the disk has no room for another record of a workbench."""
     with _unless_closed(description.id):
-        files.check_room(_folder(description.id), 2 * len(cloudpickle.dumps(description)) + ROOM_BYTES)
+        files.check_room(_folder(description.id), 2 * len(pickles.dumps(description)) + ROOM_BYTES)
 
 
 def records() -> list[Record]:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +22,11 @@ from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
 from workbench.batches.schema import SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, UnknownColumn
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED
+from workbench.support.named_fields import meant
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
@@ -68,15 +70,18 @@ class Batch(BatchTools):
         for location in {id(c.location): c.location for c in columns.values()}.values():
             counts.hold(location)
 
-    def after(self, run: Maker, writes: Iterable[str], copies: int = 1) -> Batch:
-        """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read."""
+    def after(self, run: Maker, writes: Iterable[str], copies: int = 1, without: Collection[str] = ()) -> Batch:
+        """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read.
+        without: columns that it lacks."""
         batch = copy.copy(self.copies(copies))  # shares what is there
+        batch.leave_out(without)
         batch.promise(run, tuple(writes), next(self._versions))
         return batch
 
-    def with_made(self, run: Maker, copies: int = 1) -> Batch:
+    def with_made(self, run: Maker, copies: int = 1, without: Collection[str] = ()) -> Batch:
         """The next version, with the columns that a run has made which fails all the same. It waits for no other."""
         batch = copy.copy(self.copies(copies))
+        batch.leave_out(without)
         batch.take_over(run, next(self._versions))
         return batch
 
@@ -96,6 +101,11 @@ class Batch(BatchTools):
         twin = copy.copy(self)
         twin.wait_for_makers()
         return twin
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Become a version without these columns; of a handle that nobody has seen yet."""
+        self._columns = MappingProxyType({n: c for n, c in self._columns.items() if n not in names})
+        self._open = {n: maker for n, maker in self._open.items() if n not in names}
 
     def promise(self, run: Maker, writes: tuple[str, ...], version: int) -> None:
         """Become a version of which a run is making some columns; of a handle that nobody has seen yet."""
@@ -254,7 +264,10 @@ class Batch(BatchTools):
             maker = {
                 "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
                 "environment_rewards": "actor.generate_sequences(environment=...)",
+                "turn_starts": "actor.generate_sequences(environment=...)",
+                "turn_ends": "actor.generate_sequences(environment=...)",
                 "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
+                "gradient_norm": "actor.compute_gradient_norm",
                 "final_values": "critic.compute_values(final=True)",
                 "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
                 "rewards": "reward.compute_reward", "advantages": "compute_advantages",
@@ -272,7 +285,7 @@ class Batch(BatchTools):
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
                 f"it has {', '.join(self.names)}",
-                f"run {maker} first" if maker else "",
+                f"run {maker} first" if maker else meant(missing[0], self.names, repr),
             )
 
     @property
@@ -317,7 +330,26 @@ class Batch(BatchTools):
             out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
         return pd.DataFrame(out)
 
+    @checked_call("batch.turns")
+    def turns(self, rows: RowNumbers | None = None) -> pd.DataFrame:
+        """The turns of conversations, one line a turn: `conversation`, the row's number; `turn`, from 0; `tokens` and
+        `text` that the policy wrote; `observation`, what the environment wrote before it; `trained`, whether its tokens
+        are inside `response_mask`; `reward`.
+
+        reward: from the column `rewards`, that of a whole response on its last turn; without it from `turn_rewards`.
+        With `values` also `value`, that of the conversation before the turn; with `advantages` also `advantage`, the
+        mean over the turn's tokens inside the mask; with `returns` also `return`, in the same way.
+        Raises `UnknownColumn` without `turn_starts`, `turn_ends`, which `generate_sequences(environment=...)` writes.
+        """
+        from workbench.batches.turns import TURN_COLUMNS, frame_of_turns
+
+        self.need(["turn_starts", "turn_ends", "response_ids", "response_mask"], "turns")
+        numbers = list(range(self.rows)) if rows is None else self._row_numbers(rows).tolist()
+        table = self.fetch([name for name in TURN_COLUMNS if name in self.names], numbers)
+        return frame_of_turns(table, numbers, self._source.decode)
+
     @checked_call("batch.save")
+    @stoppable("batch.save()", ("the file is written as a whole, or not at all", "the same call again writes it"))
     def save(self, path: str | Path) -> Path:
         """Write rows, columns and meta to one safetensors file, for `lab.load(path)` in this or another workbench.
 

@@ -15,14 +15,15 @@ from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location
 from workbench.batches.references import Column, RowProvider
 from workbench.errors import BadInput
+from workbench.errors.plain_text import said, shown
 from workbench.support.checked_calls import checks_calls
-from workbench.support.rules import shown
-from workbench.support.validation import PositiveInt, whole
+from workbench.support.validation import Number, PositiveInt, whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.batches.batch import Batch
+    from workbench.batches.disagreements import Disagreements
 
     RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
 
@@ -43,6 +44,10 @@ class BatchTools(ABC):
     @property
     @abstractmethod
     def meta(self) -> Mapping[str, Any]: ...
+
+    @property
+    @abstractmethod
+    def text_names(self) -> tuple[str, ...]: ...
 
     @property
     @abstractmethod
@@ -78,10 +83,7 @@ class BatchTools(ABC):
         return self.derive("take", rows_of(self.columns, index))
 
     def _row_numbers(self, rows: RowNumbers) -> np.ndarray:
-        try:
-            index = np.asarray(rows)
-        except (TypeError, ValueError):  # lists of unequal lengths, or objects that are no arrays
-            index = np.asarray(None)
+        index = _array_of(rows)
         right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
         if not right or index.min() < 0 or index.max() >= self.rows:
             rule = f"must be one or more row numbers from 0 to {self.rows - 1}"
@@ -109,10 +111,7 @@ class BatchTools(ABC):
                 raise BadInput("filter(function) without columns", "the function is given a frame of named columns",
                                'name those that it reads: columns=["rewards"]')  # fmt: skip
             keep = keep(self.df(names))
-        try:
-            mask = np.asarray(keep)
-        except (TypeError, ValueError):  # lists of unequal lengths, or objects that are no arrays
-            mask = np.asarray(None)
+        mask = _array_of(keep)
         if mask.dtype != bool or mask.shape != (self.rows,):
             raise BadInput(
                 f"a filter of shape {list(mask.shape)} and dtype {mask.dtype} for {self!r}",
@@ -141,7 +140,9 @@ class BatchTools(ABC):
                 groups.setdefault(value, []).append(row)
         except TypeError as error:
             raise BadInput(
-                f"split_by({column!r}): {error}", "its values become keys: numbers or text", "choose another column"
+                f"split_by({column!r}): {said(error)}",
+                "its values become keys: numbers or text",
+                "choose another column",
             ) from error
         return {value: self.take(rows) for value, rows in groups.items()}
 
@@ -161,7 +162,7 @@ class BatchTools(ABC):
             return self.take(ordered + unordered)
         except TypeError as error:
             raise BadInput(
-                f"sort_by({column!r}): {error}", "its values have one order: all numbers or all text"
+                f"sort_by({column!r}): {said(error)}", "its values have one order: all numbers or all text"
             ) from error
 
     def _values(self, column: str, reader: str) -> list[Any]:
@@ -295,6 +296,29 @@ class BatchTools(ABC):
         meta = {**first.meta, "truncation": cut} if cut else None
         return first.derive("concat", columns, meta, others=others)
 
+    def disagreements(
+        self, one: ColumnName, two: ColumnName, threshold: Number | tuple[Number, Number] | None = None
+    ) -> Disagreements:
+        """Where two verifiers disagree: a frame of the rows, that with the largest gap first, with both scores, and how
+        often they agree, with Cohen's kappa.
+
+            batch.disagreements("math", "judge").df
+
+        one, two: components of the reward by name (else of the cost), or any columns of numbers; of numbers of tokens
+            the sum. threshold: a score above it is a yes, for both or for each; default: the middle of the range, 0.5
+            for scores in [0, 1]. Rows that are not `valid` are left out.
+        """
+        from workbench.batches.disagreements import disagreements
+
+        columns = [next((n for n in (f"rewards/{x}", f"costs/{x}") if n in self.names), x) for x in (one, two)]
+        self.need(columns, "disagreements")
+        for name in columns:
+            if name in self.text_names:
+                raise BadInput(f"disagreements of column {name!r}", "it holds text", "name columns of numbers")
+        if columns[0] == columns[1]:
+            raise BadInput(f"disagreements of {one!r} with itself", "two verifiers are compared", "name two columns")
+        return disagreements(cast("Batch", self), (columns[0], columns[1]), threshold)
+
     def check_beside(self, others: Iterable[Batch], reader: str) -> None:
         """Raise `BadInput` unless all are batches of this one's workbench."""
         for other in others:
@@ -339,3 +363,11 @@ def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Colum
 
 def _kind(column: Column) -> str:
     return f"{column.dtype} [{', '.join(map(str, ('rows', *column.row_shape)))}]"
+
+
+def _array_of(value: Any) -> np.ndarray:
+    """As an array; of what is none, such as lists of unequal lengths, an array without axes."""
+    try:
+        return np.asarray(value)
+    except Exception:  # an object may raise anything where it is asked for its items
+        return np.asarray(None)

@@ -38,8 +38,9 @@ def _carried(column: ColumnValues) -> Any:
         return torch.nested.nested_tensor_from_jagged(column.values, offsets)
     if isinstance(column, Tensor):
         return column
-    # one by one: a list among the entries is an entry, and no axis
-    return NonTensorStack(*[NonTensorData(entry) for entry in column])
+    # one by one: a list among the entries is an entry, and no axis. Rows that share an entry share what holds it
+    held = {key: NonTensorData(entry) for key, entry in {id(entry): entry for entry in column}.items()}
+    return NonTensorStack(*[held[id(entry)] for entry in column])
 
 
 def columns_of(carried: TensorDict) -> Table:

@@ -25,14 +25,15 @@ class ColumnSchema:
     vocabulary, whole numbers have an integer dtype, zeros and ones any, and numbers are finite, of any real dtype. Text
     is a list.
     row: "one" number a row (a Tensor [rows]), as many as "tokens" (a Ragged), or "either".
-    along: columns of the same name here have equally many tokens in each row. follows: the column of token ids whose
-    sequences these continue. empty: whether a row may have no token. least, most: the range, both ends included.
+    along: columns of the same name here have equally many numbers in each row. follows: columns of token ids; these
+    continue the sequences of the first one that is there. empty: whether a row may have no token. least, most: the
+    range, both ends included.
     """
 
     holds: Holds = "numbers"
     row: Row = "one"
     along: str = ""
-    follows: str = ""
+    follows: tuple[str, ...] = ()
     empty: bool = True
     least: float = -FINITE
     most: float = FINITE
@@ -49,18 +50,28 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
     {
         "prompt_ids": _ids(empty=False),
         "prompt_uid": ColumnSchema(holds="whole numbers"),
-        "response_ids": _ids(along="response", follows="prompt_ids"),
+        "response_ids": _ids(along="response", follows=("prompt_ids", "teacher_prompt_ids")),
         "response_mask": _per_token(holds="zeros and ones", least=0, most=1),
         "finished": _FLAG,
         "valid": _FLAG,
         "counted": _FLAG,
         "failure": ColumnSchema(holds="text"),
+        "demonstrated": _FLAG,
         "turns": ColumnSchema(holds="whole numbers", least=0),
         "environment_rewards": _TOKEN_NUMBER,
+        "turn_starts": ColumnSchema(holds="whole numbers", row="tokens", along="turn", least=0),
+        "turn_ends": ColumnSchema(holds="whole numbers", row="tokens", along="turn", least=1),
+        "turn_rewards": ColumnSchema(row="tokens", along="turn"),
+        "context_starts": _per_token(holds="zeros and ones", least=0, most=1),
+        "step_ends": _per_token(holds="zeros and ones", least=0, most=1),
         "rollout_log_prob": _TOKEN_NUMBER,
+        "sampling_mask_ids": ColumnSchema(holds="whole numbers", row="tokens", least=0),
+        "sampling_mask_sizes": _per_token(holds="whole numbers", least=0),
         "old_log_prob": _TOKEN_NUMBER,
+        "gradient_norm": ColumnSchema(least=0),
         "ref_log_prob": _TOKEN_NUMBER,
         "rewards": _SCORES,
+        "rewards_notes": ColumnSchema(holds="text"),
         "baseline_rewards": _OF_OTHERS,
         "baseline_valid": _FLAG,
         "token_rewards": _TOKEN_NUMBER,
@@ -69,19 +80,20 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "advantages": _TOKEN_NUMBER,
         "returns": _TOKEN_NUMBER,
         "costs": _SCORES,
+        "costs_notes": ColumnSchema(holds="text"),
         "baseline_costs": _OF_OTHERS,
         "cost_values": _TOKEN_NUMBER,
         "final_cost_values": _NUMBER,
         "cost_returns": _TOKEN_NUMBER,
         "pretrain_ids": _ids(empty=False),
         "pretrain_loss": _NUMBER,
-        "chosen_ids": _ids(follows="prompt_ids", empty=False),
-        "rejected_ids": _ids(follows="prompt_ids", empty=False),
+        "chosen_ids": _ids(follows=("prompt_ids",), empty=False),
+        "rejected_ids": _ids(follows=("prompt_ids",), empty=False),
         "teacher_prompt_ids": _ids(empty=False),
         "teacher_ids": ColumnSchema(holds="whole numbers", row="tokens", least=0),
         "teacher_log_prob": ColumnSchema(row="tokens"),
         "teacher_tail_log_prob": _TOKEN_NUMBER,
-        "mismatched_ids": _ids(follows="prompt_ids", empty=False),
+        "mismatched_ids": _ids(follows=("prompt_ids",), empty=False),
         "desirable": ColumnSchema(holds="zeros and ones", least=0, most=1),
         "chosen_rewards": _NUMBER,
         "rejected_rewards": _NUMBER,
@@ -100,6 +112,13 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
 # `valid` is 0 where a function of the user's failed for a row, and `failure` says with what. Several stages write both,
 # and keep what those before them wrote.
 STATUS = ("valid", "failure")
+# 1 at the first token of each context of a response but its first. A context is a sequence of its own: its tokens see
+# nothing before it. It begins with a prompt, outside the response mask. It goes wherever `response_ids` goes.
+CONTEXT_STARTS = "context_starts"
+# Columns along the tokens or the turns of a response: another response of the row has none of them.
+OF_ONE_RESPONSE = (
+    "turns", *(name for name, schema in SCHEMA.items() if schema.row == "tokens" and schema.along)
+)  # fmt: skip
 # What decides which rows an update counts. Each `compute_advantages` makes `counted` anew: 0 for rows that were not
 # valid, or had no baseline.
 COUNTING = ("valid", "counted")

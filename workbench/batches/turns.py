@@ -1,11 +1,44 @@
-"""Responses of several turns, for reading: who wrote what, and means over what the policy wrote."""
+"""Responses of several turns: where each ends, who wrote what, and means over what the policy wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import ColumnValues, Ragged
+from workbench.errors import BadInput
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TURN_COLUMNS = (
+    "turn_starts", "turn_ends", "response_ids", "response_mask", "turn_rewards", "rewards", "values", "advantages",
+    "returns",
+)  # fmt: skip
+
+
+def ends_of_turns(turn_ends: Ragged, lengths: Tensor) -> Tensor:
+    """True on the last token of each turn, bool [rows, tokens of the longest].
+
+    turn_ends: for each row the number of its tokens up to the end of each turn. lengths: tokens of each row.
+    Raises `BadInput` where they do not rise, or are beyond the row's tokens.
+    """
+    for row, (ends, length) in enumerate(zip(turn_ends.rows(), lengths.tolist(), strict=True)):
+        steps = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([length + 1]))
+        if not bool((steps > 0).all()):
+            raise BadInput(
+                f"turn_ends {ends.tolist()} of row {row}, which has {length} tokens",
+                "they rise from turn to turn, up to the number of the response's tokens",
+                "keep the column as actor.generate_sequences(environment=...) wrote it",
+            )
+    ends_BT = torch.zeros(len(lengths), int(lengths.max()) if len(lengths) else 0, dtype=torch.bool)
+    ends_BT[torch.repeat_interleave(torch.arange(len(lengths)), turn_ends.lengths), turn_ends.values - 1] = True
+    return ends_BT
 
 
 def marked(token_ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
@@ -23,3 +56,63 @@ def chosen_mean(row: Sequence[float], mask: Sequence[bool] | None) -> float:
     if mask is not None and len(mask) == len(values):
         values = values[np.asarray(mask, dtype=bool)]
     return float(values.mean()) if len(values) else float("nan")
+
+
+def frame_of_turns(
+    table: Mapping[str, ColumnValues], numbers: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> pd.DataFrame:
+    """A frame of the turns of conversations, see `Batch.turns`. table: their TURN_COLUMNS, as far as there are any.
+    numbers: of the conversations in their batch."""
+    import pandas as pd
+
+    ids, starts, ends = (_rows(table[name]) for name in ("response_ids", "turn_starts", "turn_ends"))
+    masks = [row.bool() for row in _rows(table["response_mask"])]
+    ends_of_turns(Ragged.of(ends, torch.int64), torch.tensor([len(row) for row in ids]))
+    lines: list[dict[str, Any]] = []
+    for i, number in enumerate(numbers):
+        before = 0
+        for turn, (start, end) in enumerate(zip(starts[i].tolist(), ends[i].tolist(), strict=True)):
+            lines.append(
+                {
+                    "conversation": number,
+                    "turn": turn,
+                    "tokens": end - start,
+                    "text": decode(ids[i][start:end].tolist()),
+                    "observation": decode(ids[i][before:start].tolist()),
+                    "trained": bool(masks[i][start:end].any()),
+                    "reward": _reward(table, i, turn, slice(start, end), turn == len(ends[i]) - 1),
+                    **_of_tokens(table, i, masks[i], slice(start, end)),
+                }
+            )
+            before = end
+    names = ["conversation", "turn", "tokens", "text", "observation", "trained", "reward"]
+    more = [name for column, name in OF_TOKENS.items() if column in table]
+    return pd.DataFrame(lines, columns=[*names, *more])
+
+
+OF_TOKENS = {"values": "value", "advantages": "advantage", "returns": "return"}
+
+
+def _rows(column: ColumnValues) -> list[Tensor]:
+    assert isinstance(column, Ragged)
+    return column.rows()
+
+
+def _reward(table: Mapping[str, ColumnValues], i: int, turn: int, tokens: slice, last: bool) -> float:
+    scores = table.get("rewards")
+    if isinstance(scores, Ragged):
+        return float(scores.rows()[i][tokens].double().sum())
+    if isinstance(scores, Tensor):
+        return float(scores[i]) if last else 0.0
+    given = table.get("turn_rewards")
+    return float(given.rows()[i][turn]) if isinstance(given, Ragged) else float("nan")
+
+
+def _of_tokens(table: Mapping[str, ColumnValues], i: int, mask: Tensor, tokens: slice) -> dict[str, float]:
+    """Of a turn its value, and its mean advantage and return inside the mask."""
+    found = {}
+    for column, name in OF_TOKENS.items():
+        if column in table:
+            row = _rows(table[column])[i][tokens].tolist()
+            found[name] = row[0] if name == "value" else chosen_mean(row, mask[tokens].tolist())
+    return found

@@ -8,7 +8,8 @@ from typing import Any
 from workbench.batches.columns import Table
 from workbench.checks.by_token import ByToken, Numbers, kl, on_last, raw_importance_weights
 
-WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+TO_GO = ("reinforce_pp", "reinforce_pp_baseline", "reinforce_turn", "reinforce_turn_baseline")
+WHITENED = ("gae", "gae_turn", *TO_GO)
 
 
 def advantages(table: Table, arguments: Mapping[str, Any]) -> dict[str, Numbers]:
@@ -50,24 +51,38 @@ def _of_signal(
     last = [on_last(penalty, len(row)) for penalty, row in zip(overlong, rewards, strict=True)]
     rewards = [[sum(parts) for parts in zip(*row, strict=True)] for row in zip(rewards, penalties, last, strict=True)]
 
-    if estimator == "gae":
+    if estimator.startswith("gae"):
         after = [0.0] * len(rows)
         if arguments.get("bootstrap"):
             ended, final = rows.numbers("finished"), rows.numbers(f"final_{values_name}")
             after = [0.0 if end else value for end, value in zip(ended, final, strict=True)]
         size = arguments.get("macro_tokens", 1)
         values = rows.tokens(values_name)
+        if estimator == "gae_turn":
+            both = [
+                _gae_of_turns(reward, value, last, turn, gamma, lam)
+                for reward, value, last, turn in zip(rewards, values, after, rows.turns(), strict=True)
+            ]
+            return [a for a, _ in both], [g for _, g in both]
         both = [_gae(*row, gamma, lam, size) for row in zip(rewards, values, after, strict=True)]
         return [a for a, _ in both], [g for _, g in both]
 
-    if estimator in ("reinforce_pp", "reinforce_pp_baseline", "remax"):
+    if estimator in (*TO_GO, "remax"):
         to_go = [[sum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+        if "turn" in estimator:
+            to_go = [_to_go_of_turns(*row, gamma) for row in zip(rewards, rows.turns(), strict=True)]
         baseline = [0.0] * len(rows)
         if estimator == "remax":
             baseline = rows.numbers(baseline_name)
-        elif estimator == "reinforce_pp_baseline":
+        elif estimator.endswith("baseline"):
             baseline = [sum(group) / len(group) for group in _groups(rows, scores)]
         return [[g - b for g in row] for row, b in zip(to_go, baseline, strict=True)], to_go
+
+    if estimator == "grpo_process":
+        ends = [[bool(end) for end in row] for row in rows.tokens("step_ends")]
+        if rows.is_one_a_row(scores_name):
+            ends = [[t == len(row) - 1 for t in range(len(row))] for row in rewards]
+        return _over_steps(rows, rewards, ends), [[sum(row[t:]) for t in range(len(row))] for row in rewards]
 
     # one number a response: its score with its penalties, against those of its prompt
     totals = [s + o + sum(row) for s, o, row in zip(scores, overlong, penalties, strict=True)]
@@ -91,6 +106,42 @@ def _gae(
     return [found[m] for m in each], [found[m] + value[m] for m in each]
 
 
+def _gae_of_turns(
+    rewards: Numbers, values: Numbers, after: float, turns: list[int], gamma: float, lam: float
+) -> tuple[Numbers, Numbers]:
+    """Of one response. turns: the turn of each token."""
+    every = sorted(set(turns))
+    reward = [sum(r for r, turn in zip(rewards, turns, strict=True) if turn == k) for k in every]
+    found, returns = _gae(reward, [values[turns.index(k)] for k in every], after, gamma, lam, 1)
+    each = [every.index(turn) for turn in turns]
+    return [found[m] for m in each], [returns[m] for m in each]
+
+
+def _to_go_of_turns(rewards: Numbers, turns: list[int], gamma: float) -> Numbers:
+    """The return of each token's turn: turns that have tokens inside the mask count as steps."""
+    every = sorted(set(turns))
+    pairs = list(zip(rewards, turns, strict=True))
+    return [sum(gamma ** (every.index(k) - every.index(turn)) * r for r, k in pairs if k >= turn) for turn in turns]
+
+
+def _over_steps(rows: ByToken, rewards: list[Numbers], ends: list[list[bool]]) -> list[Numbers]:
+    """Of each token the normalised rewards of the steps that end there or later, over all steps of the prompt."""
+    steps: list[dict[int, float]] = []  # by last token
+    for row, is_end in zip(rewards, ends, strict=True):
+        of_row = {t: 0.0 for t, end in enumerate(is_end) if end}
+        for t, reward in enumerate(row if of_row else []):
+            of_row[min((end for end in of_row if end >= t), default=max(of_row))] += reward
+        steps.append(of_row)
+    prompts, found = rows.numbers("prompt_uid"), []
+    for of_row, prompt, row in zip(steps, prompts, rewards, strict=True):
+        every = [r for other, uid in zip(steps, prompts, strict=True) if uid == prompt for r in other.values()]
+        mean = sum(every) / max(1, len(every))
+        deviation = (sum((r - mean) ** 2 for r in every) / max(1, len(every) - 1)) ** 0.5
+        normal = {end: (r - mean) / (deviation + 1e-6) for end, r in of_row.items()}
+        found.append([sum(r for end, r in normal.items() if end >= t) for t in range(len(row))])
+    return found
+
+
 def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) -> Numbers:
     """The advantage of each response over the others to its prompt."""
     estimator, found = arguments["estimator"], []
@@ -99,6 +150,10 @@ def _over_group(rows: ByToken, totals: Numbers, arguments: Mapping[str, Any]) ->
         pairs = zip(rows.tokens("old_log_prob"), rows.tokens("rollout_log_prob"), strict=True)
         weights = [raw_importance_weights(*pair, arguments["correction"].level) if pair[0] else [] for pair in pairs]
         importance = [sum(w * w for w in row) for row in weights]  # mean w^2 x tokens
+        if rows.has("gradient_norm"):
+            squares = [norm * norm for norm in rows.numbers("gradient_norm")]
+            each = zip(weights, importance, squares, strict=True)
+            importance = [total / max(1, len(row)) * square for row, total, square in each]
     for total, group, shares in zip(totals, _groups(rows, totals), _groups(rows, importance), strict=True):
         mean = sum(group) / len(group)
         if estimator == "rloo":

@@ -19,13 +19,17 @@ ESTIMATES: tuple[dict[str, Any], ...] = (
     {"estimator": "gae", "gamma": 0.9, "lam": 0.8, "kl_coefficient": 0.1},
     {"estimator": "gae", "bootstrap": True, "multiplier": 0.5, "kl_coefficient": 0.1, "kl": "k2"},
     {"estimator": "gae", "gamma": 0.9, "macro_tokens": 3},
+    {"estimator": "gae_turn", "gamma": 0.9, "lam": 0.8, "bootstrap": True, "kl_coefficient": 0.1},
     {"estimator": "remax", "kl_coefficient": 0.1, "kl": "k3"},
     {"estimator": "reinforce_pp", "gamma": 0.9, "kl_coefficient": 0.1},
     {"estimator": "reinforce_pp_baseline"},
+    {"estimator": "reinforce_turn", "gamma": 0.9, "kl_coefficient": 0.1},
+    {"estimator": "reinforce_turn_baseline"},
     {"estimator": "grpo"},
     {"estimator": "grpo", "overlong_buffer": 4, "max_response_tokens": NEW_TOKENS - 1},
     {"estimator": "dr_grpo"},
     {"estimator": "grpo_batch_std"},
+    {"estimator": "grpo_process", "kl_coefficient": 0.1},
     {"estimator": "rloo", "kl_coefficient": 0.1},
     {"estimator": "off_policy_baseline", "correction": Correction(level="sequence")},
 )
@@ -92,8 +96,15 @@ def _table(subject: Subject) -> Table:
         table[name] = subject.mask.like(torch.randn(len(subject.mask.values), generator=generator))
     for name in ("baseline_rewards", "final_values", "final_cost_values"):
         table[name] = torch.randn(rows, generator=generator)
+    steps = subject.mask.like(torch.rand(len(subject.mask.values), generator=generator) < 0.4)
+    table["step_ends"] = steps
+    turns = [row.nonzero()[:, 0].add(1).tolist() for row in steps.rows()]
+    lengths = subject.mask.lengths.tolist()
+    turns = [sorted({*ends, length} - {0}) for ends, length in zip(turns, lengths, strict=True)]
+    table["turn_ends"] = Ragged.of(turns, torch.int64)
     table["finished"] = torch.arange(rows) % 3 > 0
     table["prompt_uid"] = (torch.arange(rows) // 2).clamp(max=rows // 2 - 1)
+    table["gradient_norm"] = 0.5 + torch.rand(rows, generator=generator)
     return table
 
 

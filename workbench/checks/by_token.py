@@ -8,6 +8,7 @@ well. Sources: the docstrings of those functions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -30,10 +31,21 @@ class ByToken:
     def __len__(self) -> int:
         return len(self.masks)
 
+    def has(self, name: str) -> bool:
+        """Whether the table has a column."""
+        return name in self._table
+
     def tokens(self, name: str) -> list[Numbers]:
         """A token column."""
         rows = zip(self._whole(name), self.masks, strict=True)
         return [[x for x, inside in zip(row, mask, strict=True) if inside] for row, mask in rows]
+
+    def turns(self) -> list[list[int]]:
+        """The turn in which each token is: so many turns have ended before it."""
+        column = self._table["turn_ends"]
+        assert isinstance(column, Ragged)
+        rows = zip(column.rows(), self.masks, strict=True)
+        return [[sum(end <= t for end in ends.tolist()) for t, inside in enumerate(m) if inside] for ends, m in rows]
 
     def numbers(self, name: str) -> Numbers:
         """A column of one number a row."""
@@ -41,6 +53,10 @@ class ByToken:
         assert isinstance(column, Tensor)
         numbers: Numbers = column.double().tolist()
         return numbers
+
+    def is_one_a_row(self, name: str) -> bool:
+        """Whether a column has one number a row."""
+        return isinstance(self._table[name], Tensor)
 
     def scores(self, name: str) -> tuple[Numbers, list[Numbers]]:
         """Of each response, and of each of its tokens. The score of a whole response is on its last token; of one
@@ -68,8 +84,21 @@ def kl(log_prob: float, ref_log_prob: float, kind: str) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
 
 
-def importance_weights(old: Numbers, rollout: Numbers, correction: Correction) -> Numbers:
-    """What a correction multiplies the loss of each token of a response by."""
+def most_kept(rows: Sequence[tuple[Numbers, Numbers]], correction: Correction) -> float:
+    """The largest (log w)^2 that bound="second_moment" leaves in a minibatch; no limit for other bounds. rows: old and
+    rollout log-probabilities of each."""
+    if correction.bound != "second_moment":
+        return math.inf
+    squares = sorted((a - b) ** 2 for row in rows for a, b in zip(*row, strict=True))
+    while squares and sum(squares) / len(squares) > correction.largest_second_moment:
+        squares.pop()
+    return squares[-1] if squares else -1.0
+
+
+def importance_weights(old: Numbers, rollout: Numbers, correction: Correction, most: float = math.inf) -> Numbers:
+    """What a correction multiplies the loss of each token of a response by. most: see `most_kept`."""
+    if correction.bound == "second_moment":
+        return [math.exp(a - b) if (a - b) ** 2 <= most else 0.0 for a, b in zip(old, rollout, strict=True)]
     weights = raw_importance_weights(old, rollout, correction.level)
     if correction.bound == "mask":
         low = 0.5 if correction.low is None else correction.low

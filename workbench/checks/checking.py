@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
-from workbench.checks.loss_checks import LOSS_CHECKS, LossSubject, contributions
+from workbench.checks.gradients import ROUNDING
+from workbench.checks.loss_checks import LOSS_CHECKS, contributions
+from workbench.checks.loss_subject import LossSubject
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
+from workbench.errors.containing import passes
+from workbench.errors.plain_text import shown
+from workbench.objectives.covariance import CovarianceLoss
 from workbench.stages.isolated import isolated
 from workbench.support.calls.pickling import name_of
 from workbench.workers.user_loss import told
@@ -53,10 +58,16 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
         )
     if "actor" not in lab.groups or "measure_gradient" not in lab.actor.operations:
         raise BadInput("lab.check(loss=...) without an actor of workbench's own", "the loss is one of its update")
+    if isinstance(loss, CovarianceLoss):
+        raise BadInput(
+            f"lab.check(loss={loss!r})",
+            "its tokens are chosen over a whole minibatch, of which a check of rows and micro-batches knows nothing",
+            "check the loss under it: loss='ppo'",
+        )
     update = lab.actor.update_actor
     arguments, _ = update.arguments((), {"loss": loss})
     if not isinstance(batch, Batch) or not batch.is_of(lab.runner.batches):
-        raise BadInput(f"batch={batch!r:.80}", "must be a batch of this workbench", "see lab.batches()")
+        raise BadInput(f"batch={shown(batch, 80)}", "must be a batch of this workbench", "see lab.batches()")
     update.check_columns(arguments, (*batch.names, "old_log_prob"))
     needed = (name for name in update.operation.needed(arguments) if name != "old_log_prob")
     batch.need(needed, f"lab.check(loss={name_of(loss) if callable(loss) else loss})")
@@ -64,12 +75,14 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
     findings: list[Finding] = []
     with isolated(lab.runner, "check"):
         for name in chosen:
-            findings.append(_run(LOSS_CHECKS, subject, name))
+            findings.append(_unrepeatable(subject, name) or _run(LOSS_CHECKS, subject, name))
             if name == "returns" and findings[0].verdict == "failed":
                 left = {"verdict": "not applicable", "about": "it does not return what a loss returns"}
                 findings += [Finding(check=other, **left) for other in chosen[1:]]  # type: ignore[arg-type]
                 return CheckReport(tuple(findings))
         added = contributions(subject)
+    if not added:
+        return CheckReport(tuple(findings), batch)
     earlier = [name for name in added if name in batch.names]  # of a check before this one
     return CheckReport(tuple(findings), (batch.drop(*earlier) if earlier else batch).join(lab.put(added)))
 
@@ -84,10 +97,25 @@ def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str
         raise
     except WorkbenchError as error:  # a stage that does not run is a finding too
         return Finding(check=name, verdict="failed", culprit=str(error), about="a stage that it needs failed")
-    except Exception as error:
-        if not isinstance(subject, LossSubject):
+    except BaseException as error:
+        if passes(error) or not isinstance(subject, LossSubject):
             raise
         return Finding(check=name, verdict="failed", culprit=told(error), about="the loss raised")
+
+
+def _unrepeatable(subject: LossSubject, name: str) -> Finding | None:
+    """The finding of a check that compares two calls of a loss which does not give the same twice; else None."""
+    if name in ("returns", "repeats"):
+        return None
+    try:
+        figure, culprit = subject.repeats
+    except BaseException as error:  # the check itself says what the loss raised
+        if passes(error):
+            raise
+        return None
+    if figure <= ROUNDING[0]:
+        return None
+    return Finding(check=name, verdict="not applicable", about=f"{culprit}: nothing can be compared")
 
 
 def _sync(lab: Lab) -> None:

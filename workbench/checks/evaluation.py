@@ -4,48 +4,125 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from workbench.batches.columns import Ragged
-from workbench.data.prompt_stream import check_room, prompt_options, prompt_table
-from workbench.data.prompts import PromptRow, Prompts
+from workbench.checks.chosen_samples import best_of_k, majority_at_k
+from workbench.data.prompt_rows import PromptRow
+from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
+from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
 from workbench.stages.isolated import isolated
+from workbench.support.code_version import function_version
+from workbench.support.flat_settings import flat
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.algorithms.lab import Lab
+    from workbench.batches.batch import Batch
+
+
+EMPTY = (None, "", "()")  # parts of a chat format that are not there
+ROLE = "role"  # select=: the reward role's own model or function
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `Workbench.evaluate` but the data."""
+
+    samples: int
+    sampling: Sampling | None
+    reward: Callable[..., Any] | Mapping[str, Any] | None
+    n: int | None
+    threshold: float
+    seed: int
+    answer: Callable[[str], Any] | None
+    select: Any
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return asdict(self.sampling or Sampling())
+
+    @property
+    def selector(self) -> Any:
+        """The function that scores for a choice; None: the role's own."""
+        return None if self.select == ROLE else self.select
 
 
 @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
-def evaluate(
-    lab: Lab,
-    data: Any,
-    *,
-    samples: int,
-    sampling: Sampling | None,
-    reward: Callable[..., Any] | Mapping[str, Any] | None,
-    n: int | None,
-    threshold: float,
-    seed: int,
-) -> pd.DataFrame:
+def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
     """The frame of `Workbench.evaluate`."""
     import pandas as pd
 
-    whole("samples", samples, 1)
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise BadInput(f"sampling={sampling!r:.60}", "must be a wb.Sampling(...)")
-    if not isinstance(threshold, numbers.Real):
-        raise BadInput(f"threshold={threshold!r:.60}", "the reward from which on a response has passed, a number")
+    from workbench.checks.evaluation_frame import Evaluation, of_data
+
+    _check(lab, asked)
+    named = _named(data)
+    sets = {name: _rows(lab, source, asked.n) for name, source in named.items()}
+    written = lab.actor.operations["generate_sequences"].operation.written(asked.options)
+    scoring = lab.reward.operations["compute_reward"]
+    for rows in sets.values():
+        for function in (asked.reward, *([] if asked.select is None else [asked.selector])):
+            scored, _ = scoring.arguments((), {"function": function})
+            scoring.check_columns(scored, (*prompt_table(rows, 0), *written))
+    responses, frames = [], {}
+    with isolated(lab.runner, "evaluate/stages"):
+        for name, rows in sets.items():
+            found = _responses(lab, rows, asked)
+            frames[name] = _summary_of(found, asked)
+            found.insert(0, "data", name)
+            responses.append(found)
+    values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
+    lab.telemetry.append_metrics("evaluate", lab.runner.counters.run, lab.iteration, values)
+    frame = pd.DataFrame.from_dict(frames, orient="index").rename_axis("data")
+    frame = frame.astype({"prompts": "int64", "samples": "int64"})
+    done_with = {"samples": asked.samples, **flat(asked.options, "sampling"), "reward": _reward_of(lab, asked)}
+    for name, source in named.items():
+        done_with |= {k: v for k, v in flat(_read_with(lab, source), of_data(name)).items() if v not in EMPTY}
+    made = pd.concat(responses, ignore_index=True)
+    return Evaluation.of(frame, made, seed=asked.seed, threshold=asked.threshold, conditions=done_with)
+
+
+def _reward_of(lab: Lab, asked: Asked) -> str:
+    """Who scores, in a word: equal for equal functions, components with their weights, or weights of a model."""
+    if asked.reward is not None:
+        parts = asked.reward.items() if isinstance(asked.reward, Mapping) else [("", asked.reward)]
+        return " + ".join(f"{name}: {_function(one)}".removeprefix(": ") for name, one in parts)
+    spec = lab.reward.spec
+    if spec.function is not None:
+        return _function(spec.function)
+    weights = lab.runner.counters.weights.get("reward")
+    return str(spec) if weights is None else f"{spec} after {weights.steps} steps"
+
+
+def _function(value: Any) -> str:
+    """A component may come with its weight."""
+    function, *weight = value if isinstance(value, tuple | list) else (value,)
+    known = function_version(function)
+    return " ".join([f"{known['name']} ({known['digest'][:6]})", *(f"x {one}" for one in weight)])
+
+
+def _check(lab: Lab, asked: Asked) -> None:
+    """Raise `BadInput` for what a stage, or the summary, would refuse after the first response."""
+    whole("samples", asked.samples, 1)
+    if asked.sampling is not None and not isinstance(asked.sampling, Sampling):
+        raise BadInput(f"sampling={shown(asked.sampling)}", "must be a wb.Sampling(...)")
+    if not isinstance(asked.threshold, numbers.Real):
+        raise BadInput(
+            f"threshold={shown(asked.threshold)}", "the reward from which on a response has passed, a number"
+        )
+    if asked.answer is not None and not callable(asked.answer):
+        raise BadInput(f"answer={shown(asked.answer)}", "a function of a response that gives its answer, or None")
     if "actor" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without an actor", "its generation engine writes the responses",
@@ -56,33 +133,108 @@ def evaluate(
             "evaluate on a workbench without a reward", "responses are scored by its reward workers",
             "open one with a reward role: a function will do",
         )  # fmt: skip
-    # what the last stage would refuse is refused before the first
-    scored, _ = lab.reward.operations["compute_reward"].arguments((), {"function": reward})
-    options = asdict(sampling or Sampling())
-    lab.actor.operations["generate_sequences"].arguments((), {"samples": samples, "seed": seed, **options})
-    sets = {name: _rows(lab, source, n) for name, source in _named(data).items()}
-    written = lab.actor.operations["generate_sequences"].operation.written(options)
-    for rows in sets.values():
-        lab.reward.operations["compute_reward"].check_columns(scored, (*prompt_table(rows, 0), *written))
-    frames = {}
-    with isolated(lab.runner, "evaluate/stages"):
-        for name, rows in sets.items():
-            batch = lab.put(prompt_table(rows, 0))
-            batch = lab.actor.generate_sequences(batch, samples=samples, seed=seed, **options)
-            batch = lab.reward.compute_reward(batch, function=reward)
-            status = ["valid"] if "valid" in batch.names else []
-            found = batch.fetch(["rewards", "finished", "response_mask", *status])
-            mask = found["response_mask"]
-            assert isinstance(mask, Ragged)
-            # as generation counts them: what an environment wrote is not the policy's
-            lengths = np.array([int(row.sum()) for row in mask.rows()])
-            valid = np.asarray(found["valid"]).astype(bool) if status else np.ones(len(lengths), dtype=bool)
-            scores, finished = _scores(found["rewards"]), np.asarray(found["finished"])
-            frames[name] = summary(scores, lengths, finished, samples, threshold, valid)
-    values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
-    lab.telemetry.append_metrics("evaluate", lab.runner.counters.run, lab.iteration, values)
-    frame = pd.DataFrame.from_dict(frames, orient="index").rename_axis("data")
-    return frame.astype({"prompts": "int64", "samples": "int64"})
+    if isinstance(asked.select, str) and asked.select != ROLE:
+        rule = "a function that scores a response, 'role' for the reward role's own model or function, or None"
+        raise BadInput(f"select={shown(asked.select)}", rule, "write select='role'")
+    lab.reward.operations["compute_reward"].arguments((), {"function": asked.selector})
+    lab.actor.operations["generate_sequences"].arguments(
+        (), {"samples": asked.samples, "seed": asked.seed, **asked.options}
+    )
+
+
+def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFrame:
+    """A frame with a row a response, the samples of a prompt side by side."""
+    import pandas as pd
+
+    batch = lab.put(prompt_table(rows, 0))
+    batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
+    scored = lab.reward.compute_reward(batch, function=asked.reward)
+    status = [name for name in ("valid", "failure") if name in scored.names]
+    parts = [name for name in scored.names if name.startswith("rewards/")]
+    found = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
+    mask, ids = found["response_mask"], found["response_ids"]
+    assert isinstance(mask, Ragged) and isinstance(ids, Ragged)
+    decode = lab.runner.batches.tokenizer.decode
+    columns: dict[str, Any] = {
+        "prompt_index": np.repeat([row.index for row in rows], asked.samples),
+        "prompt": [row.prompt for row in rows for _ in range(asked.samples)],
+        "sample": np.tile(np.arange(asked.samples), len(rows)),
+        "response": [decode(row.tolist(), skip_special_tokens=True) for row in ids.rows()],
+        "reward": _scores(found["rewards"]),
+        # as generation counts them: what an environment wrote is not the policy's
+        "response_tokens": [int(row.sum()) for row in mask.rows()],
+        "finished": np.asarray(found["finished"]).astype(bool),
+        "valid": np.asarray(found["valid"]).astype(bool) if status else np.ones(len(mask), dtype=bool),
+        "failure": list(found.get("failure", [""] * len(mask))),
+    }
+    columns["passed"] = _passed(columns["reward"], asked.threshold) & columns["valid"]
+    columns |= {f"reward/{name.removeprefix('rewards/')}": _scores(found[name]) for name in parts}
+    if asked.answer is not None:
+        columns["answer"] = [_answer(asked.answer, response) for response in columns["response"]]
+    if asked.select is not None:
+        columns["selection_score"] = _selection_scores(lab.reward.compute_reward(batch, function=asked.selector))
+    return pd.DataFrame(columns)
+
+
+def _selection_scores(scored: Batch) -> np.ndarray:
+    """NaN where the selector failed."""
+    found = scored.fetch(["rewards", *(name for name in ("valid",) if name in scored.names)])
+    scores = _scores(found["rewards"])
+    return np.where(np.asarray(found["valid"]).astype(bool), scores, np.float32(np.nan)) if "valid" in found else scores
+
+
+def _answer(function: Callable[[str], Any], response: str) -> Any:
+    """What a response answers; None: nothing."""
+    try:
+        answer = function(response)
+        hash(answer)
+    except Exception as error:
+        raise BadInput(
+            f"answer= raised {type(error).__name__}: {error} for the response {response!r:.60}",
+            "it gives the answer of a response, such as a text or a number, or None where there is none",
+            "correct it",
+        ) from error
+    return answer
+
+
+def _summary_of(found: pd.DataFrame, asked: Asked) -> dict[str, float]:
+    """The row of a data set, of its responses."""
+    lengths, valid = found["response_tokens"].to_numpy(), found["valid"].to_numpy()
+    row = summary(
+        found["reward"].to_numpy(), lengths, found["finished"].to_numpy(), asked.samples, asked.threshold, valid
+    )
+    kept = found[found["valid"]]
+    prompts = [one for _, one in kept.groupby("prompt_index", sort=False)]
+    for k in _ks(asked.samples):
+        enough = [one for one in prompts if len(one) >= k]
+        if asked.answer is not None:
+            voted = [majority_at_k(one["answer"].tolist(), one["passed"].tolist(), k) for one in enough]
+            row[f"majority@{k}"] = _mean(voted)
+        if asked.select is not None:
+            scored = [one for one in (one[one["selection_score"].notna()] for one in prompts) if len(one) >= k]
+            best = [best_of_k(one["selection_score"].tolist(), one["reward"].tolist(), k) for one in scored]
+            row[f"best_of@{k}"] = _mean(best)
+    if asked.select is not None:  # of the responses that did not fail before
+        row["selection_failed_fraction"] = _mean(kept["selection_score"].isna().to_numpy())
+    for name in found.columns:
+        if name.startswith("reward/"):
+            row[f"{name}_mean"] = _mean(kept[name].to_numpy())
+    tokens = lengths[valid]
+    row["response_tokens_median"] = float(np.median(tokens)) if len(tokens) else float("nan")
+    row["response_tokens_p95"] = float(np.quantile(tokens, 0.95)) if len(tokens) else float("nan")
+    return row
+
+
+def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
+    """A reward passes from `threshold` on, rounded to the rewards' dtype: 0.9 in float32 is a little less than
+    Python's."""
+    limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
+    return np.asarray(rewards >= limit)
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and all."""
+    return sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
 
 
 def summary(
@@ -92,8 +244,7 @@ def summary(
     """The row of one data set. All arrays [prompts x samples], the samples of a prompt side by side.
 
     lengths: tokens of each response that the policy chose. valid: those that did not fail (None: all); the others count
-    nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid samples. A reward passes from
-    `threshold` on, rounded to the rewards' dtype: 0.9 in float32 is a little less than Python's.
+    nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid samples.
 
     The standard error is that of the prompts' means: samples of one prompt are not independent of each other (Miller
     2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
@@ -103,10 +254,8 @@ def summary(
     counts = rows.sum(1)
     scores = rewards.astype(np.float64).reshape(-1, samples)
     means = np.array([one[kept].mean() for one, kept in zip(scores, rows, strict=True) if kept.any()])
-    limit = rewards.dtype.type(threshold) if np.issubdtype(rewards.dtype, np.floating) else threshold
-    passed = ((rewards >= limit) & valid).reshape(-1, samples).sum(1)
+    passed = (_passed(rewards, threshold) & valid).reshape(-1, samples).sum(1)
     error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
-    ks = sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
     return {
         "prompts": float(len(rows)),
         "samples": float(samples),
@@ -114,7 +263,7 @@ def summary(
         "reward_standard_error": error,
         **{
             f"pass@{k}": _mean([pass_at_k(int(n), int(c), k) for n, c in zip(counts, passed, strict=True) if n >= k])
-            for k in ks
+            for k in _ks(samples)
         },
         "response_tokens_mean": _mean(lengths[valid]),
         "truncated_fraction": 1 - _mean(finished[valid]),
@@ -137,13 +286,27 @@ def _named(data: Any) -> dict[str, Any]:
     return {str(name): source for name, source in data.items()}
 
 
+def _read_with(lab: Lab, source: Any) -> dict[str, Any]:
+    """How a data set becomes prompts, where that changes what the policy reads. Without a chat format of its own, a
+    data set has that of the workbench's prompts."""
+    given, own = lab.description.prompts, prompt_options(source, "evaluate: dict")
+    chat = given.get("chat") if isinstance(given, Mapping) else None
+    defaults = {"chat": chat, "max_prompt_tokens": 512, "overlong": "filter"}
+    return {name: own.get(name, value) for name, value in defaults.items()}
+
+
 def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
     options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
-    prompts = Prompts(**options, tokenizer=lab.runner.batches.tokenizer)
+    options["chat"] = _read_with(lab, source)["chat"]
+    prompts = prompts_of(options, lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
     if n is not None:
         whole("n", n, 1)
+    if isinstance(prompts, StreamedPrompts):
+        if n is None:
+            raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")
+        return prompts.next_of_epoch(n)
     return prompts.next(len(prompts) if n is None else min(n, len(prompts)))
 
 

@@ -44,7 +44,10 @@ LOSSES: dict[str, tuple[dict[str, Any], ...]] = {
             "loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": 16, "clip": 0.3, "clip_high": 0.4,
             "kl_coefficient": 0.1, "kl": "k3",
         },
-        {"loss": "sapo", "aggregation": "sequence-mean-token-mean"},
+        {
+            "loss": "sapo", "aggregation": "sequence-mean-token-mean",
+            "correction": Correction(bound="second_moment", second_moment=0.02),
+        },
     ),
     "critic": REGRESSION,
     "cost_critic": REGRESSION,

@@ -7,126 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.batches.balance import minibatch_rows
-from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.columns import Ragged, Table
 from workbench.checks.gradients import ROUNDING, relative_difference
 from workbench.checks.loss_function import Held, Point
-from workbench.checks.report import Finding, NotApplicable, finding
-from workbench.errors import BadInput
+from workbench.checks.loss_subject import LossSubject, ragged_of, relative_gap
+from workbench.checks.report import Finding, NotApplicable
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import grpo
-from workbench.workers.gradients import GradientReport, cosine
-from workbench.workers.roles.actor import token_function
-from workbench.workers.user_loss import Asked, UserFunction
+from workbench.workers.gradients import cosine
 
 if TYPE_CHECKING:
-    from workbench.algorithms.lab import Lab
-    from workbench.batches.batch import Batch
+    pass
 
-FEW_ROWS, FEW_TOKENS = 12, 8  # of each row
-MOVED = 0.3  # nats: so that ratios lie on both sides of 1, within a clip and outside
+FEW_TOKENS = 8  # of each row
 STEP, FINITE_DIFFERENCES = 1e-3, 1e-2
 RATIO_ONE = 0.1
-
-
-class LossSubject:
-    """A loss, and the rollouts that it is to learn from. The weights stay as they are."""
-
-    def __init__(self, lab: Lab, loss: str | UserFunction, batch: Batch) -> None:
-        self.lab, self.loss, self.batch, self.check = lab, loss, batch, ""
-        self.function = token_function(loss, None, None, None)  # type: ignore[arg-type]
-        self.valid = self._valid()
-
-    def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
-        """The finding of the check under way."""
-        return finding(self.check, figure, threshold, culprit, about)
-
-    @cached_property
-    def log_prob(self) -> Ragged:
-        """The policy's log-probabilities as they are now, of all rows."""
-        return _ragged(self.lab.actor.compute_log_prob(self.batch).fetch(["old_log_prob"]), "old_log_prob")
-
-    @cached_property
-    def whole(self) -> Table:
-        """What the loss and its checks read; `old_log_prob` is the present one where there is none."""
-        wanted = (*Asked.by(self.function).names, "response_mask", "advantages", "rewards", "prompt_uid")
-        table = self.batch.fetch([name for name in dict.fromkeys(wanted) if name in self.batch.names])
-        if "old_log_prob" not in self.batch.names:
-            table["old_log_prob"] = self.log_prob
-        return table
-
-    def _valid(self) -> list[int]:
-        """The rows that an update learns from: those that are `valid`."""
-        if "valid" not in self.batch.names:
-            return list(range(self.batch.rows))
-        valid = self.batch.fetch(["valid"])["valid"]
-        assert isinstance(valid, Tensor)  # the schema has numbers
-        rows: list[int] = valid.bool().nonzero()[:, 0].tolist()
-        if not rows:
-            raise BadInput(
-                "a batch whose rows are all not valid",
-                "a loss is checked on the rows that an update learns from",
-                "give it a batch with a valid row; batch.failed() says why each row is not valid",
-            )
-        return rows
-
-    @cached_property
-    def table(self) -> Table:
-        """Of the valid rows, what the loss and its checks read."""
-        return {name: _rows(column, self.valid) for name, column in self.whole.items()}
-
-    @cached_property
-    def rollouts(self) -> Batch:
-        """The batch, with what an update needs of it."""
-        if "old_log_prob" in self.batch.names:
-            return self.batch
-        return self.batch.join(self.lab.put({"old_log_prob": self.log_prob}))
-
-    @cached_property
-    def at_ratio_1(self) -> Batch:
-        """The same, with `old_log_prob` of the policy as it is now."""
-        others = self.batch.drop("old_log_prob") if "old_log_prob" in self.batch.names else self.batch
-        return others.join(self.lab.put({"old_log_prob": self.log_prob}))
-
-    @cached_property
-    def point(self) -> Point:
-        """The loss on the valid rows of these rollouts."""
-        log_prob = self.log_prob.take(self.valid)
-        return Point.of(self.function, self.table, _ragged(self.table, "response_mask"), log_prob, self.valid)
-
-    @cached_property
-    def points(self) -> list[Point]:
-        """It on a few rows, where the policy is now, and after steps."""
-        few = self.point.rows(range(min(FEW_ROWS, len(self.point.inside_BT))))
-        return [few, few.moved(MOVED)]
-
-    @property
-    def rounding(self) -> float:
-        """What rounding may change of a gradient of the actor."""
-        return ROUNDING[self.lab.groups["actor"].spec.dtype != "float32"]
-
-    def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
-        """What each rank sees of an update on this batch; no step is taken."""
-        group = self.lab.groups["actor"]
-        update = group.operations["update_actor"]
-        known, _ = update.arguments((), arguments)
-        operation = update.operation.given(known)
-        columns = operation.travelling(operation.needed(known), batch)
-        return group.measure_gradient(
-            batch, update="update_actor", columns=columns, arguments=arguments, micro_batch_tokens=micro_batch_tokens
-        )
-
-    @cached_property
-    def measured(self) -> list[GradientReport]:
-        """The gradient of the loss, in the micro-batches of an update."""
-        return self.measure(self.rollouts, loss=self.loss)
 
 
 def check_returns(subject: LossSubject) -> Finding:
@@ -140,6 +42,14 @@ def check_returns(subject: LossSubject) -> Finding:
         where = where or _place(point, bad_BT, f"the gradient of {name}")
     count = int((~torch.isfinite(loss_BT)).sum()) + sum(int((~torch.isfinite(g)).sum()) for g in gradients.values())
     return subject.finding(count, 0, where, "numbers that are not finite among losses and gradients of tokens")
+
+
+def check_repeats(subject: LossSubject) -> Finding:
+    """It gives the same for the same numbers, and writes nothing into what it is given."""
+    figure, culprit = subject.repeats
+    return subject.finding(
+        figure, ROUNDING[0], culprit, "relative change of loss or gradient from one call to the next"
+    )
 
 
 def check_gradient(subject: LossSubject) -> Finding:
@@ -181,8 +91,6 @@ def _why_not_compared(point: Point, positions: int) -> str:
     """Why no gradient could be compared with differences of the loss."""
     if not positions:
         return "no token is inside the mask"
-    if not torch.equal(point.gradients()[0], point.gradients()[0]):
-        return "two calls with the same numbers give two losses, as with random numbers: there are no differences"
     return f"the loss has a kink, or bends, at all of the {positions} positions: differences do not give its gradient"
 
 
@@ -205,7 +113,7 @@ def check_mask(subject: LossSubject) -> Finding:
                 changed = [x[:, : mask_BT.shape[1]] for x in _all(other.gradients())]
                 for name, one_BT, two_BT in zip(_names(point), _all(clean), changed, strict=True):
                     gap_BT = torch.where(mask_BT, one_BT - two_BT, 0.0 if name == "the loss" else two_BT)
-                    found.append((_relative(gap_BT, one_BT), f"{_where(point, gap_BT)}: {name} changes with {what}"))
+                    found.append((relative_gap(gap_BT, one_BT), f"{_where(point, gap_BT)}: {name} changes with {what}"))
     figure, culprit = max(found)
     return subject.finding(figure, ROUNDING[0], culprit, "relative change by what is outside the mask")
 
@@ -232,13 +140,15 @@ def check_rows(subject: LossSubject) -> Finding:
             alone = _all(point.rows([row]).gradients())
             for name, one_BT, two_BT in zip(_names(point), company, alone, strict=True):
                 gap_BT = one_BT[row : row + 1] - two_BT
-                found.append((_relative(gap_BT, one_BT), f"row {point.numbers[row]}: {name} changes with other rows"))
+                found.append(
+                    (relative_gap(gap_BT, one_BT), f"row {point.numbers[row]}: {name} changes with other rows")
+                )
             for name, gradient_BT in point.row_gradients(row).items():
                 others_BT = gradient_BT.clone()
                 others_BT[row] = 0
                 other = int(others_BT.abs().nan_to_num(nan=math.inf).amax(-1).argmax())
                 culprit = f"row {point.numbers[row]}: its loss has a gradient in {name} of row {point.numbers[other]}"
-                found.append((_relative(others_BT, gradient_BT), culprit))
+                found.append((relative_gap(others_BT, gradient_BT), culprit))
     figure, culprit = max(found)
     culprit += ". What a group or a batch decides belongs into a column, as compute_advantages(estimator=fn) makes one"
     return subject.finding(figure, ROUNDING[0], culprit, "relative change of a row's loss or gradient by other rows")
@@ -290,18 +200,25 @@ def check_direction(subject: LossSubject) -> Finding:
     if "advantages" not in subject.table:
         raise NotApplicable("the batch has no advantages")
     measured = subject.measure(subject.at_ratio_1, loss=subject.loss)
-    ppo = cosine(measured, subject.measure(subject.at_ratio_1, loss="ppo"))
+    by_ppo = subject.measure(subject.at_ratio_1, loss="ppo")
+    if math.isnan(cosine(by_ppo, by_ppo)):
+        raise NotApplicable("PPO's gradient is 0 on this batch, as where all advantages are 0")
+    ppo = cosine(measured, by_ppo)
     about = f"1 - cosine to PPO's gradient; the cosine is {ppo:.3f}"
     if (advantages := _grpo_advantages(subject)) is not None:
         batch = subject.at_ratio_1.join(subject.lab.put({"grpo_advantages": advantages}))
         batch = batch.drop("advantages").rename(grpo_advantages="advantages")
         of_grpo = subject.measure(batch, loss="ppo", aggregation="sequence-mean-token-mean")
         about += f", to GRPO's {cosine(measured, of_grpo):.3f}"
-    return subject.finding(1 - ppo, 1.0, f"the cosine to PPO's gradient is {ppo:.3f}: a step undoes PPO's", about)
+    culprit = f"the cosine to PPO's gradient is {ppo:.3f}: a step undoes PPO's"
+    if math.isnan(ppo):
+        culprit = "its gradient is 0: a step on it moves nothing"
+    return subject.finding(1 - ppo, 1.0, culprit, about)
 
 
 LOSS_CHECKS: dict[str, Callable[[LossSubject], Finding]] = {
     "returns": check_returns,
+    "repeats": check_repeats,
     "gradient": check_gradient,
     "mask": check_mask,
     "rows": check_rows,
@@ -313,8 +230,10 @@ LOSS_CHECKS: dict[str, Callable[[LossSubject], Finding]] = {
 
 def contributions(subject: LossSubject) -> Table:
     """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob; 0 in
-    rows that are not valid."""
-    point, lengths = subject.point, _ragged(subject.whole, "response_mask").lengths
+    rows that are not valid. Nothing for a loss that reads the model's logits or hidden states, which are not here."""
+    if subject.sizes:
+        return {}
+    point, lengths = subject.point, ragged_of(subject.whole, "response_mask").lengths
     loss_BT, gradients = point.gradients()
     tokens = max(1, int(point.inside_BT.sum()))
     found = {
@@ -353,12 +272,6 @@ def _all(found: tuple[Tensor, dict[str, Tensor]]) -> list[Tensor]:
     return [found[0], *found[1].values()]
 
 
-def _relative(gap_BT: Tensor, of_BT: Tensor) -> float:
-    """The largest of a gap, in units of the largest number."""
-    scale = max(float(of_BT.abs().nan_to_num(nan=0.0, posinf=0.0).max()), 1e-6)
-    return float(gap_BT.abs().nan_to_num(nan=math.inf).max()) / scale if gap_BT.numel() else 0.0
-
-
 def _where(point: Point, gap_BT: Tensor) -> str:
     at = int(gap_BT.abs().nan_to_num(nan=math.inf).argmax())
     return f"row {point.numbers[at // gap_BT.shape[1]]}, token {at % gap_BT.shape[1]}"
@@ -368,27 +281,15 @@ def _place(point: Point, bad_BT: Tensor, what: str) -> str:
     return f"{_where(point, bad_BT.double())}: {what} is not finite" if bad_BT.any() else ""
 
 
-def _rows(column: ColumnValues, index: list[int]) -> ColumnValues:
-    if isinstance(column, Ragged):
-        return column.take(index)
-    return [column[row] for row in index] if isinstance(column, list) else column[index]
-
-
-def _ragged(table: Table, name: str) -> Ragged:
-    column = table[name]
-    assert isinstance(column, Ragged)
-    return column
-
-
 def _grpo_advantages(subject: LossSubject) -> Ragged | None:
     """GRPO's, of the rewards of valid rows, and 0 in the others; None where no prompt has several such rows."""
-    table, lengths = subject.table, _ragged(subject.whole, "response_mask").lengths
+    table, lengths = subject.table, ragged_of(subject.whole, "response_mask").lengths
     rewards, groups = table.get("rewards"), table.get("prompt_uid")
     if rewards is None or not isinstance(groups, Tensor) or len(torch.unique(groups)) == len(groups):
         return None
     scores = rewards.pad() if isinstance(rewards, Ragged) else rewards
     assert isinstance(scores, Tensor)
     advantages_N = torch.zeros(len(lengths))
-    inside_BT = _ragged(table, "response_mask").pad().bool()
+    inside_BT = ragged_of(table, "response_mask").pad().bool()
     advantages_N[subject.valid] = grpo(response_scores(scores, inside_BT), groups).float()
     return Ragged(torch.repeat_interleave(advantages_N, lengths), lengths)

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.batches.columns import Table
-from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl
+from workbench.checks.by_token import ByToken, Numbers, importance_weights, kl, most_kept
 from workbench.objectives.losses import clips
 
 
-def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str, Any]) -> list[Numbers]:
+def policy_losses(
+    table: Table, log_probs: list[Numbers], arguments: Mapping[str, Any], minibatches: Sequence[Sequence[int]]
+) -> list[Numbers]:
     """The losses of each row's tokens inside the mask. log_probs: what the policy gives these tokens now.
 
-    arguments: all of `update_actor`'s; without entropy bonus and pretraining loss, whose values only the model knows.
+    minibatches: the rows of each. arguments: all of `update_actor`'s; without entropy bonus and pretraining loss, whose
+    values only the model knows.
     """
     rows = ByToken(table)
     columns: list[list[Numbers]] = [log_probs, rows.tokens("old_log_prob"), rows.tokens("advantages")]
@@ -35,14 +38,17 @@ def policy_losses(table: Table, log_probs: list[Numbers], arguments: Mapping[str
             objective = max(objective, arguments["dual_clip"] * advantage)
         return -objective
 
-    found = []
+    found: list[list[float]] = []
     for now, old, advantages in zip(*columns, strict=True):
         of_sequence = math.exp((sum(now) - sum(old)) / max(1, len(now)))
         found.append([loss(*token, of_sequence) for token in zip(now, old, advantages, strict=True)])
     if arguments["correction"] is not None:
-        for row, old, rollout in zip(found, columns[1], rows.tokens("rollout_log_prob"), strict=True):
-            weights = importance_weights(old, rollout, arguments["correction"]) if row else []
-            row[:] = [w * x for w, x in zip(weights, row, strict=True)]
+        correction, drawn = arguments["correction"], rows.tokens("rollout_log_prob")
+        for minibatch in minibatches:
+            most = most_kept([(columns[1][n], drawn[n]) for n in minibatch], correction)
+            for n in minibatch:
+                weights = importance_weights(columns[1][n], drawn[n], correction, most) if found[n] else []
+                found[n] = [w * x for w, x in zip(weights, found[n], strict=True)]
     if arguments["kl_coefficient"]:
         for row, now, old, ref in zip(found, log_probs, columns[1], rows.tokens("ref_log_prob"), strict=True):
             penalties = [_kl_loss(*token, arguments["kl"]) for token in zip(now, old, ref, strict=True)]

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
-from workbench.workers.roles.actor import GRADIENTS, OF_TOKENS, OWN_METRICS
+from workbench.checks.made_up import made_up
+from workbench.workers.roles.actor import OF_TOKENS, OWN_METRICS, WITH_GRADIENT
+from workbench.workers.token_logits import OF_MODEL
 from workbench.workers.user_loss import Asked, UserFunction, called, checked_loss, selected
 
 LOG_PROBS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")  # of other policies than the one that is trained
@@ -26,7 +28,8 @@ PADDING = 3  # tokens
 class Point:
     """Values for what a loss asks for. of_tokens: the names of those that are [B, T] for the tokens of the mask.
 
-    numbers: of the rows in the batch.
+    numbers: of the rows in the batch. sizes: of the vocabulary and of a hidden state, by the names that a loss asks
+    with: their values are how far the numbers that are made up for each token have moved.
     """
 
     function: UserFunction
@@ -34,14 +37,25 @@ class Point:
     inside_BT: Tensor
     values: Mapping[str, Any]
     of_tokens: frozenset[str]
+    sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, function: UserFunction, table: Table, mask: Ragged, log_prob: Ragged, numbers: Sequence[int]) -> Point:
-        """Of the rows of a table, where the policy gives these log-probabilities; entropies are made up."""
+    def of(
+        cls,
+        function: UserFunction,
+        table: Table,
+        mask: Ragged,
+        log_prob: Ragged,
+        numbers: Sequence[int],
+        sizes: Mapping[str, int],
+    ) -> Point:
+        """Of the rows of a table, where the policy gives these log-probabilities; entropies, logits and hidden states
+        are made up."""
         inside_BT = mask.pad().bool()
         draws = torch.Generator().manual_seed(0)
         entropy_BT = 0.5 + 2.5 * torch.rand(inside_BT.shape, generator=draws, dtype=torch.float64)
         own = {"log_prob": _double(log_prob.pad()), "entropy": entropy_BT}
+        own |= {name: torch.zeros_like(entropy_BT) for name in OF_MODEL}
         values: dict[str, Any] = {}
         of_tokens = set(own)
         for name in Asked.by(function).names:
@@ -61,12 +75,13 @@ class Point:
             inside_BT=inside_BT,
             values=values,
             of_tokens=frozenset(of_tokens),
+            sizes=sizes,
         )
 
     @property
     def leaves(self) -> list[str]:
         """What it asks for that has a gradient."""
-        return [name for name in GRADIENTS if name in self.values]
+        return [name for name in WITH_GRADIENT if name in self.values]
 
     def given(self, **values: Any) -> Point:
         """With other values."""
@@ -122,11 +137,30 @@ class Point:
         """The loss of each token, and what it has a gradient in; `BadInput` where it is not what a loss returns."""
         leaves = {name: self.values[name].detach().clone().requires_grad_() for name in self.leaves}
         with torch.enable_grad():
+            of_model = {name: leaves[name] for name in OF_MODEL if name in leaves}
+            given = {**leaves, **made_up(of_model, self.sizes, self.numbers, self.inside_BT)}
             with held or nullcontext():
-                returned = called(self.function, {**self.values, "mask": self.inside_BT, **leaves})
+                returned = called(self.function, {**self._copies(), **given})
             shape = self.inside_BT.shape
             loss_BT, _ = checked_loss("loss", self.function, returned, shape, OWN_METRICS, OF_TOKENS)
         return loss_BT, leaves
+
+    def overwritten(self) -> list[str]:
+        """The names of columns, or of the mask, that the loss writes into."""
+        copies = self._copies()
+        leaves = {name: self.values[name].detach().clone().requires_grad_() for name in self.leaves}
+        of_model = {name: leaves[name] for name in OF_MODEL if name in leaves}
+        with torch.enable_grad():
+            made = made_up(of_model, self.sizes, self.numbers, self.inside_BT)
+            called(self.function, {**copies, **leaves, **made})
+        before = {**self.values, "mask": self.inside_BT}
+        changed = (name for name, x in copies.items() if isinstance(x, Tensor) and name not in leaves)
+        return [name for name in changed if not torch.equal(copies[name].nan_to_num(), before[name].nan_to_num())]
+
+    def _copies(self) -> dict[str, Any]:
+        """What it asks for, so that nothing is lost where it writes into that."""
+        values = {**self.values, "mask": self.inside_BT}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
     def gradients(self, weights_BT: Tensor | None = None, held: Held | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, 0 outside the mask, and the gradients of its weighted sum inside the mask."""

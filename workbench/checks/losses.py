@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,14 @@ def check_losses(subject: Subject) -> Finding:
         for form in LOSSES[role]:
             arguments, _ = group.operations[UPDATES[role]].arguments((), form)
             ranks = subject.measure(role, table, subject.all_tokens, **form)
-            losses = _policy(subject, table, arguments) if role == "actor" else _critic(subject, role, table, arguments)
+            minibatches = [rows.tolist() for rows in minibatch_rows(subject.rows, subject.minibatches(role))]
+            losses = (
+                _policy(subject, table, arguments, minibatches)
+                if role == "actor"
+                else _critic(subject, role, table, arguments)
+            )
             how, longest = arguments["aggregation"], arguments["max_response_tokens"]
-            for i, rows in enumerate(minibatch_rows(subject.rows, subject.minibatches(role))):
+            for i, rows in enumerate(minibatches):
                 expected = aggregated([losses[row] for row in rows], how, longest)
                 said_by_ranks = sum(ranks[rank].minibatches[i].share for rank in collected)
                 # tokens' losses may cancel each other, their rounding does not
@@ -67,10 +72,12 @@ def _moved(subject: Subject) -> Table:
     return table
 
 
-def _policy(subject: Subject, table: Table, arguments: Mapping[str, Any]) -> list[Numbers]:
+def _policy(
+    subject: Subject, table: Table, arguments: Mapping[str, Any], minibatches: Sequence[Sequence[int]]
+) -> list[Numbers]:
     """The actor's token losses."""
     now = ByToken({**table, "now": subject.old_log_prob}).tokens("now")
-    return policy_losses(table, now, arguments)
+    return policy_losses(table, now, arguments, minibatches)
 
 
 def _critic(subject: Subject, role: str, table: Table, arguments: Mapping[str, Any]) -> list[Numbers]:

@@ -13,9 +13,10 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
-from workbench.settings.precision import MERGED, PRECISIONS, Precision
+from workbench.settings.precision import ALL_TOKENS, MERGED, PRECISIONS, Precision
 from workbench.stages.isolated import isolated
 from workbench.workers.inference import TRUNCATION
+from workbench.workers.sampling_mask import MASK_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +34,8 @@ class Mismatch:
     tokens: a frame with one row for each token of the policy's: its `row`, its place `token`, `token_id`, and a column
         of log-probabilities, nats, for each precision; "rollout" are those of the engine that sampled it.
     base: the column that the others are held against: "rollout" where the batch has it, else the first precision. The
-        engine's numbers of rollouts with top-p, top-k or min-p are of another distribution, and left out.
+        engine's numbers of rollouts with top-p, top-k or min-p are of another distribution, and left out unless the
+        batch has their sampling mask; then "float32_all_tokens" is what would be compared without it.
     """
 
     tokens: pd.DataFrame
@@ -98,13 +100,14 @@ def mismatch(lab: Lab, batch: Batch, precisions: Mapping[str, Precision] | None)
 
     if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:
         raise BadInput("mismatch without an actor of workbench's own", "its weights score the tokens")
+    masked = set(MASK_COLUMNS) <= set(batch.names)
     if precisions is None:
         adapted = lab.groups["actor"].spec.adapter is not None
-        precisions = {**PRECISIONS, **(MERGED if adapted else {})}
+        precisions = {**PRECISIONS, **(MERGED if adapted else {}), **(ALL_TOKENS if masked else {})}
     with isolated(lab.runner, "mismatch"):
         scored = lab.actor.compute_precisions(batch, precisions=precisions)
         names = ["response_ids", *(f"log_prob_{name}" for name in precisions)]
-        wanted = ("response_mask", *(() if batch.meta.get(TRUNCATION) else ("rollout_log_prob",)))
+        wanted = ("response_mask", *(() if batch.meta.get(TRUNCATION) and not masked else ("rollout_log_prob",)))
         names += [name for name in wanted if name in scored.names]
         found = scored.fetch(names)
     ids = found["response_ids"]

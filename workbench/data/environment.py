@@ -1,7 +1,7 @@
 """Environments for multi-turn rollouts: written by a user, one for each sample, run in the actor's processes.
 
     class Calculator:
-        def reset(self, prompt, **row):               # optional: a text before the first turn, or None
+        def reset(self, prompt, **row):               # optional: messages, a text before the first turn, or None
             self.left = 3
 
         def step(self, response):                     # the text of one turn
@@ -10,14 +10,21 @@
 
 The text of a turn has no special tokens. A `step` that needs them, such as marks of tool calls, asks for the turn by
 another name as well: `def step(self, response, raw_response)` gets the text with its special tokens,
-`def step(self, response, response_ids)` its token ids.
+`def step(self, response, response_ids)` its token ids. `def step(self, message)` gets the turn as a message, with
+reasoning and tool calls taken apart (`workbench.models.turn_messages`); a class says in `tool_format` in which format
+they are written, where that is not to be taken from the tokenizer. Functions, or their JSON schemas, that a class has
+in `tools` are shown to the model in a prompt of messages. `wb.Tools` is an environment that makes the calls.
 
 `generate_sequences(batch, environment=Calculator, max_turns=4, stop=("=",))` makes one for each sample. A turn ends as
 responses do: at EOS or at a stop. The observation's tokens are appended to the response, and the policy goes on from
-there, until the environment says that it is over, or turns or tokens run out. `reset` is given `prompt`, those other
-columns of the row that it takes by name, and `sample_seed`, a number of this sample's own to draw from. `async def`
-works for both; all coroutines of a rank share one event loop. An environment with `close()` has it called at the end;
-an error there is a warning, and the rollout is kept.
+there, until the environment says that it is over, or turns, tokens, seconds or tool calls run out (`Sampling`). While
+an environment answers, other conversations go on. `reset` is given `prompt`, those other columns of the row that it
+takes by name, and `sample_seed`, a number of this sample's own to draw from. `async def` works for both; all coroutines
+of a rank share one event loop. An environment with `close()` has it called at the end; an error there is a warning, and
+the rollout is kept.
+
+Messages that `reset` returns are the conversation's prompt, in place of the row's: the chat template renders them, and
+the column `prompt_ids` has the result. A text comes behind the row's prompt, where the policy goes on from it.
 
 observation: a text, put in as it stands (special tokens in it count as such); or messages such as
 [{"role": "tool", "content": "42"}], which the chat template renders with all that comes between two turns; or None.
@@ -26,16 +33,23 @@ observation: a text, put in as it stands (special tokens in it count as such); o
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.data import user_functions
+from workbench.data import resumed, user_functions
+from workbench.data.conversation_turns import Reply, Told, Turn
+from workbench.data.resumed import Said
 from workbench.data.user_functions import short
 from workbench.errors import BadInput, RolloutError
+from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import render_reply
+from workbench.models.tool_schemas import schema_of, with_tools
+from workbench.models.turn_messages import TurnReader, check_template, response_template
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
 from workbench.support.calls.sessions import Session, UserCalls
@@ -45,38 +59,27 @@ if TYPE_CHECKING:
 
 Observation = str | list[dict[str, Any]] | None
 RULES = {
-    "reset": "it returns a text or None",
+    "reset": "it returns a text, messages or None",
     "step": "step returns (observation, reward, done): a text, messages or None; a finite number; True or False",
     "close": "",
+    "summary": "the function of Context.summary returns a text",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """What the policy said in one turn of row `row`, the ending included."""
+class _Call:
+    """One under way of an environment. room: see `Environments.begin`. last: token of the turn that it answers."""
 
-    row: int
-    response_ids: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What an environment answered to one turn, or to `reset`: tokens of its observation, reward, whether it is over.
-
-    again: the conversation is to begin again, with a new environment. failure: why it ends instead.
-    """
-
-    observation_ids: list[int] = field(default_factory=list)
-    reward: float = 0.0
-    done: bool = False
-    again: bool = False
-    failure: RolloutError | None = None
+    method: str
+    room: int = 0
+    last: int = 0
 
 
 class Environments:
     """The environments of one rank's rows, for one call of `generate_sequences`.
 
-    rows: what each `reset` is given. calls: of the functions of this role. where, row_numbers: for messages.
+    rows: what each `reset` is given. max_model_tokens: longest prompt and response. calls: of the functions of this
+    role. where, row_numbers: for messages.
 
     An environment that raises, runs out of time or gives something else than asked for fails alone: its reply has the
     `RolloutError`, which names row, prompt and rank, or after fewer than `retries` failures asks for a new environment.
@@ -89,6 +92,7 @@ class Environments:
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
+        max_model_tokens: int,
         calls: UserCalls,
         where: str,
         row_numbers: Sequence[int],
@@ -96,12 +100,24 @@ class Environments:
         assert sampling.environment is not None
         self._make: Callable[[], Any] = sampling.environment
         self._sampling, self._rows, self._tokenizer = sampling, rows, tokenizer
+        self._max_model_tokens = max_model_tokens
         self._calls, self._where, self._row_numbers = calls, where, row_numbers
+        self._asking: set[int] = set()  # rows whose environments ask for messages
         self._session: Session
         self._sessions = contextlib.ExitStack()
         self._made: set[int] = set()  # rows whose environments are in the session's process
+        self._open: dict[int, _Call] = {}
+        self._given_up: set[int] = set()  # rows that have ended while their environment answers
+        self._begun_s: dict[int, float] = {}
+        self._calls_made = Counter[int]()  # of tools
+        self._ready: list[tuple[int, Reply]] = []
         self._failures = Counter[int]()
         self._concurrency = sampling.concurrency
+        self._form = getattr(self._make, "tool_format", None)
+        if self._form is not None:
+            check_template(response_template(tokenizer, self._form))
+        self._tools = [schema_of(tool) for tool in getattr(self._make, "tools", ())]
+        self._shown = getattr(self._make, "shows_tools", False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -116,122 +132,230 @@ class Environments:
             for error in self._close():  # a finished rollout is worth more than a tidy end
                 warnings.warn(f"{error} The rollout is kept.", RuntimeWarning, stacklevel=2)
 
-    def reset(self, rows: Sequence[tuple[int, int]]) -> list[Reply]:
-        """Make those of some rows; the tokens of each one's first text, fewer than the response has room for.
+    def begin(self, row: int, room: int) -> None:
+        """Make that of a row; its reply has the tokens of its first text.
 
-        rows: each with the tokens that its response has room for.
+        room: tokens that the response has room for, of which that text leaves one at least.
         """
-        numbers = [row for row, _ in rows]
-        calls = [(row, self._rows[row]) for row in numbers]
-        texts = self._ask("reset", numbers, user_functions.reset, user_functions.checked_text, calls)
-        return [
-            text if isinstance(text, Reply) else self._first(*row, text) for row, text in zip(rows, texts, strict=True)
-        ]
+        self._open[row] = _Call(method="reset", room=room)
+        self._made.add(row)
+        self._begun_s[row], self._calls_made[row] = time.monotonic(), 0
+        self._submit(row, user_functions.reset, user_functions.checked_beginning, (row, self._rows[row]))
+
+    def resume(self, row: int, told: Sequence[Told], began: str = "") -> None:
+        """Make that of a row, and tell it the turns before again; its reply is empty. Where it does not answer as it
+        did, its reply says `again`. began: `observed` of the reply with which it began."""
+        with contextlib.suppress(BadInput):  # turns of a tokenizer whose calls cannot be read have no messages
+            self._reader  # noqa: B018
+            self._asking.add(row)
+        said = []
+        for turn in told:
+            text, more = self.arguments(Turn(row=row, response_ids=turn.ids, lead_ids=turn.lead_ids))
+            said.append(Said(text=text, more=more, reward=turn.reward, done=False, observed=turn.observed))
+        self._open[row] = _Call(method="resume")
+        self._made.add(row)
+        self._begun_s[row] = time.monotonic()
+        calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in said)
+        self._calls_made[row] = sum(map(len, calls))
+        self._submit(row, resumed.resume, user_functions.checked_beginning, (row, self._rows[row], said, began))
+
+    def say(self, turn: Turn) -> None:
+        """Tell that of a row what the policy said."""
+        row = turn.row
+        if row not in self._made:  # it went with its process
+            self._ready.append((row, Reply(again=True)))
+            return
+        text, more = self.arguments(turn)
+        if self._sampling.max_calls is not None:
+            self._calls_made[row] += len(more[user_functions.MESSAGE].get("tool_calls", ()))
+        if limit := self._limit(row):
+            self._ready.append((row, Reply(limit=limit)))
+            return
+        self._open[row] = _Call(method="step", last=turn.response_ids[-1])
+        self._submit(row, user_functions.step, user_functions.checked_reply, (row, text, more))
+
+    def summarize(self, row: int, function: Callable[..., Any], context_ids: Sequence[int]) -> None:
+        """Have a function summarize a context, in the process of a row's environment; see `Context.summary`."""
+        if row not in self._made:
+            self._ready.append((row, Reply(again=True)))
+            return
+        self._open[row] = _Call(method="summary")
+        text = self._tokenizer.decode(list(context_ids), skip_special_tokens=True)
+        self._submit(row, user_functions.summarize, user_functions.checked_summary, (row, function, text))
+
+    def arguments(self, turn: Turn) -> tuple[str, dict[str, Any]]:
+        """What `step` gets of a turn: its text, and what it may ask for by name."""
+        ids = turn.response_ids
+        more: dict[str, Any] = dict(zip(user_functions.RAW_RESPONSE, (self._tokenizer.decode(ids), ids), strict=True))
+        if turn.row in self._asking or self._sampling.max_calls is not None:
+            more[user_functions.MESSAGE] = self._reader.message(ids, lead_ids=turn.lead_ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)), more
+
+    def replies(self, wait_s: float) -> list[tuple[int, Reply]]:
+        """The replies that have come, with their rows; waits until one has, or the time is over."""
+        if self._open:
+            self._poll(0.0 if self._ready else wait_s)
+        limited = self._open.items() if self._sampling.max_seconds is not None else ()  # thousands may be open
+        for row in [row for row, call in limited if call.method == "step" and self._is_late(row)]:
+            del self._open[row]
+            self._given_up.add(row)
+            self._ready.append((row, Reply(limit="max_seconds")))
+        replies, self._ready = self._ready, []
+        return replies
+
+    def _limit(self, row: int) -> Literal["max_seconds", "max_calls"] | None:
+        """What a conversation has run out of."""
+        if self._is_late(row):
+            return "max_seconds"
+        most = self._sampling.max_calls
+        return "max_calls" if most is not None and self._calls_made[row] > most else None
+
+    def _is_late(self, row: int) -> bool:
+        most_s = self._sampling.max_seconds
+        return most_s is not None and time.monotonic() - self._begun_s[row] > most_s
+
+    def _submit(
+        self, row: int, invoke: Callable[..., Any], finish: Callable[..., Any], arguments: Sequence[Any]
+    ) -> None:
+        self._session.submit(invoke, finish, {row: arguments}, concurrency=self._concurrency)
+
+    def _poll(self, wait_s: float) -> None:
+        """Take in what calls gave, and begin anew where their process had to be killed."""
+
+        def done(row: int, value: Any) -> None:
+            if row in self._given_up:
+                return
+            self._ready.append((row, self._reply(row, self._open.pop(row), value)))
+
+        self._session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
+        if self._session.alive:
+            return
+        left = self._session.left
+        if self._concurrency == 1:
+            for row in left.suspects:
+                self._call_failed(row, *left.why)
+        elif left.suspects:
+            self._concurrency = 1  # from here on it is known which one ends the process
+        self._ready += [(row, Reply(again=True)) for row in self._open]
+        self._open.clear()
+        self._made.clear()
+        self._session = self._sessions.enter_context(self._calls.session(self._make))
+
+    def _call_failed(
+        self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None,
+        note: str = "",
+    ) -> None:  # fmt: skip
+        if i in self._given_up:
+            return
+        method = self._open.pop(i).method
+        if method == "resume":
+            self._ready.append((i, Reply(again=True)))
+            return
+        error = self._error(method, i, what, rule or RULES[method] * what.startswith("returned"), remedy)
+        error.__cause__ = cause
+        if note:
+            error.add_note(note)
+        self._ready.append((i, self._failed(i, error)))
+
+    def _reply(self, row: int, call: _Call, answer: Any) -> Reply:
+        try:
+            if call.method == "summary":
+                return Reply(summary_ids=self._encode(answer))
+            if call.method != "step":
+                first, asks = answer
+                (self._asking.add if asks else self._asking.discard)(row)
+                if call.method == "resume":
+                    return Reply()
+                reply = self._opening(row, first) if isinstance(first, list) else self._first(row, call.room, first)
+                return replace(reply, observed=resumed.digest(first))
+            observation, reward, done = answer
+            if done or (limit := self._limit(row)):
+                return Reply(reward=reward, done=done, limit=None if done else limit)
+            answer_ids = self._tokens(row, call, observation)
+            return Reply(observation_ids=answer_ids, reward=reward, observed=resumed.digest(observation))
+        except RolloutError as error:
+            return self._failed(row, error)
 
     def _first(self, row: int, room: int, text: str | None) -> Reply:
         token_ids = self._encode(text)
         if len(token_ids) < room:
             return Reply(observation_ids=token_ids)
-        error = self._error(
+        raise self._error(
             "reset",
             row,
             f"returned a text of {len(token_ids)} tokens",
             f"the response has room for {room}, and the policy's turn comes after it",
             "raise max_new_tokens or Generation.max_model_tokens",
         )
-        return self._failed(row, error)
 
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """The replies to turns, in their order."""
-        there = [turn for turn in turns if turn.row in self._made]
-        texts = [self._tokenizer.decode(turn.response_ids, skip_special_tokens=True) for turn in there]
-        raw = [self._tokenizer.decode(turn.response_ids) for turn in there]
-        rows = [turn.row for turn in there]
-        calls = list(zip(rows, texts, raw, [turn.response_ids for turn in there], strict=True))
-        answers = self._ask("step", rows, user_functions.step, user_functions.checked_reply, calls)
-        replies = {turn.row: self._reply(turn, answer) for turn, answer in zip(there, answers, strict=True)}
-        return [replies.get(turn.row, Reply(again=True)) for turn in turns]
+    def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
+        """The prompt of a conversation that begins with messages."""
+        with self._as_failure("reset", row):
+            text = with_tools(self._tokenizer, messages, () if self._shown else self._tools, self._form)
+            prompt_ids = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if len(prompt_ids) < self._max_model_tokens:
+            return Reply(prompt_ids=prompt_ids)
+        raise self._error(
+            "reset",
+            row,
+            f"returned messages of {len(prompt_ids)} tokens",
+            f"prompt and response share Generation.max_model_tokens={self._max_model_tokens}",
+            "raise it, or shorten them",
+        )
 
-    def _reply(self, turn: Turn, answer: Any) -> Reply:
-        if isinstance(answer, Reply):
-            return answer
-        observation, reward, done = answer
-        if not done and turn.row not in self._made:  # it went with the process
-            return Reply(again=True)
-        try:
-            return Reply(observation_ids=[] if done else self._tokens(turn, observation), reward=reward, done=done)
-        except RolloutError as error:
-            return self._failed(turn.row, error)
+    @functools.cached_property
+    def _reader(self) -> TurnReader:
+        return TurnReader(self._tokenizer, self._form, self._tools)
 
-    def _tokens(self, turn: Turn, observation: Observation) -> list[int]:
+    def _tokens(self, row: int, call: _Call, observation: Observation) -> list[int]:
         if not isinstance(observation, list):
             return self._encode(observation)
         if not observation:
             return []
+        with self._as_failure("step", row):
+            return render_reply(self._tokenizer, observation, after=call.last)
+
+    @contextlib.contextmanager
+    def _as_failure(self, method: str, row: int) -> Iterator[None]:
+        """What the chat template or the tokenizer raises for messages fails their row alone."""
         try:
-            return render_reply(self._tokenizer, observation, after=turn.response_ids[-1])
+            yield
         except BadInput as problem:
-            raise self._error("step", turn.row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+            raise self._error(method, row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+        except Exception as problem:
+            said = f"{type(problem).__name__}: {plain_text(str(problem), 200)}"
+            what = f"returned messages that cannot be rendered: {said}"
+            raise self._error(method, row, what, RULES[method]) from problem
 
     def _encode(self, text: str | None) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _close(self) -> list[RolloutError]:
         """Close those that are in use; what that raised."""
-        rows = sorted(self._made)
+        self._session.abandon()
+        rows, errors = sorted(self._made), list[RolloutError]()
         if not rows or not self._session.alive:  # those of a process that was killed are gone
             return []
-        replies = self._ask("close", rows, user_functions.close, user_functions.nothing, [(row,) for row in rows], 0)
-        return [reply.failure for reply in replies if isinstance(reply, Reply) and reply.failure is not None]
 
-    def _ask(
-        self,
-        method: str,
-        rows: Sequence[int],
-        invoke: Callable[..., Any],
-        finish: Callable[..., Any],
-        calls: Sequence[Sequence[Any]],
-        retries: int | None = None,
-    ) -> list[Any]:
-        """What the environments of some rows give, or a `Reply` in its place where one failed."""
-        answers: dict[int, Any] = {}
+        def failed(i: int, what: str, rule: str = "", remedy: str = "", **more: Any) -> None:
+            errors.append(self._error("close", rows[i], what, rule, remedy))
+            errors[-1].__cause__ = more.get("cause")
 
-        def failed(
-            i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None, note: str = ""
-        ) -> None:
-            error = self._error(method, rows[i], what, rule or RULES[method] * what.startswith("returned"), remedy)
-            error.__cause__ = cause
-            if note:
-                error.add_note(note)
-            answers[i] = self._failed(rows[i], error, retries)
-
-        self._made |= set(rows)
-        left = self._session.each(
-            invoke,
-            finish,
-            calls,
+        self._session.each(
+            user_functions.close,
+            user_functions.nothing,
+            [(row,) for row in rows],
             concurrency=self._concurrency,
             timeout_s=self._sampling.call_timeout_s,
-            done=answers.__setitem__,
+            done=lambda i, value: None,
             failed=failed,
         )
-        if not self._session.alive:
-            if self._concurrency == 1:
-                for i in left.suspects:
-                    failed(i, *left.why)
-            elif left.suspects:
-                self._concurrency = 1  # from here on it is known which one ends the process
-            self._made.clear()
-            if method != "close":
-                self._session = self._sessions.enter_context(self._calls.session(self._make))
-            if method == "reset":
-                answers = {i: answer for i, answer in answers.items() if isinstance(answer, Reply)}
-        return [answers.get(i, Reply(again=True)) for i in range(len(calls))]
+        return errors
 
-    def _failed(self, row: int, error: RolloutError, retries: int | None = None) -> Reply:
+    def _failed(self, row: int, error: RolloutError) -> Reply:
         """A failure of a row: it begins again, or ends."""
         self._failures[row] += 1
-        if self._failures[row] <= (self._sampling.retries if retries is None else retries):
+        if self._failures[row] <= self._sampling.retries:
             return Reply(again=True)
         return Reply(failure=error)
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.data.sources import Row
+from workbench.data.chat_messages import FORM, Message, chat_messages
+from workbench.data.rows import Row
+from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 
 PROMPTS = ("prompt", "question")
 RESPONSES = ("response", "completion", "answer")
 LABELS = ("label", "desirable")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-_MESSAGES = "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text"
 
 FLOAT32_MAX = 3.4028234663852886e38
 
-Message = dict[str, str]
 Conversation = str | list[Message]
 
 
@@ -55,7 +56,7 @@ def demonstration(row: Row, where: str) -> Example:
     if "messages" in row:
         messages = _messages(row["messages"], where, "messages")
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
-            return Example(prompt=messages[:-1], answers=(messages[-1]["content"],))
+            return Example(prompt=messages[:-1], answers=(_said(messages[-1], where),))
         raise BadInput(
             f"{where}: its messages do not end with an answer", "the last message is the assistant's", "drop the row"
         )
@@ -75,8 +76,8 @@ def feedback(row: Row, where: str) -> Example:
     where: the row's place, for errors. Raises `BadInput`.
     """
     label = next((name for name in LABELS if name in row), None)
-    if label is None or row[label] not in (True, False):
-        found = f"has {', '.join(map(repr, row)) or 'no columns'}" if label is None else f"{label}={row[label]!r:.60}"
+    if label is None or not is_flag(row[label]):
+        found = f"has {', '.join(map(repr, row)) or 'no columns'}" if label is None else f"{label}={shown(row[label])}"
         raise BadInput(
             f"{where}: {found}",
             "feedback is {'prompt': ..., 'response': ..., 'label': true or false}",
@@ -105,7 +106,7 @@ def pair(row: Row, where: str) -> Example:
         )
     margin = row.get("margin")
     if margin is not None and not _is_finite(margin):
-        raise BadInput(f"{where}: margin={margin!r:.60}", "a margin is a finite number", "correct it")
+        raise BadInput(f"{where}: margin={shown(margin)}", "a margin is a finite number", "correct it")
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = next((name for name in PROMPTS if name in row), None)
     if prompt:
@@ -130,7 +131,8 @@ def pair(row: Row, where: str) -> Example:
             "without a 'prompt', both are the same messages up to the assistant's last one",
             "add a column 'prompt', or drop the row",
         )
-    return Example(prompt=turns[0][:shared], answers=(turns[0][-1]["content"], turns[1][-1]["content"]), margin=margin)
+    answers = (_said(turns[0][-1], where), _said(turns[1][-1], where))
+    return Example(prompt=turns[0][:shared], answers=answers, margin=margin)
 
 
 def dialogue(text: str) -> list[Message] | None:
@@ -183,13 +185,19 @@ def _answer(value: Any, where: str, column: str) -> str:
     messages = _messages(value, where, column)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one, of the assistant")
-    return messages[0]["content"]
+    return _said(messages[0], where)
+
+
+def _said(message: Message, where: str) -> str:
+    """The text of an answer."""
+    if message.get("tool_calls"):
+        remedy = "write the calls into its content as the model does, or drop the row"
+        raise BadInput(f"{where}: its answer calls tools", "an answer is a text", remedy)
+    return str(message["content"])
 
 
 def _messages(value: Any, where: str, column: str) -> list[Message]:
-    def right(message: object) -> bool:
-        return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(map(right, value)):
-        raise BadInput(f"{where}: {column!r} is {value!r:.60}", f"text, or {_MESSAGES}", "correct or drop the row")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    messages = chat_messages(value)
+    if messages is None:
+        raise BadInput(f"{where}: {column!r} is {shown(value)}", f"text, or {FORM}", "correct or drop the row")
+    return messages

@@ -14,6 +14,7 @@ from workbench.data.examples import Examples, Kind, Tokenized
 from workbench.data.prompt_stream import Feed
 from workbench.data.sources import Source
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
 from workbench.support.validation import Rule, whole
@@ -82,16 +83,17 @@ class ExampleStream:
         return (*self.examples.columns, "prompt_uid")
 
     @staticmethod
-    def check(stream: ExampleStream, kind: Kind, rows: int) -> None:
-        """Raise `BadInput` unless `stream` draws rows of that kind, and can draw so many different ones."""
+    def check(stream: ExampleStream, kind: Kind, rows: int, name: str = "rows") -> None:
+        """Raise `BadInput` unless `stream` draws rows of that kind, and can draw so many different ones. name: of the
+        field that says how many."""
         if stream.examples.kind != kind:
-            raise BadInput(f"{kind}={stream!r:.60}", f"must be {kind}", f"make them with lab.{kind}(source)")
-        whole("rows", rows)
+            raise BadInput(f"{kind}={shown(stream)}", f"must be {kind}", f"make them with lab.{kind}(source)")
+        whole(name, rows)
         if rows > len(stream):
             raise BadInput(
-                f"rows={rows} of {stream!r}",
+                f"{name}={rows} of {stream!r}",
                 f"a batch has each row once, and it has {len(stream)} to train on",
-                f"give more data, or rows={len(stream)}",
+                f"give more data, or {name}={len(stream)}",
             )
 
     def __len__(self) -> int:

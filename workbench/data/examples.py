@@ -13,9 +13,11 @@ import torch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.epochs import EpochRows
 from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, feedback, pair
-from workbench.data.sources import Row, Source, read_rows
+from workbench.data.rows import BadRows, Row, Rows
+from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
+from workbench.models.chat_format import ChatFormat, check_chat
 from workbench.models.tokenizers import turn_end
 from workbench.support.validation import checked, one_of, whole
 
@@ -59,8 +61,11 @@ class Examples(EpochRows[Tokenized]):
         tokens off the front of the prompt (BOS stays), and drops the row only where its answer alone is too long;
         "error" raises `BadInput`. Both answers of a pair keep the same prompt.
     held_out: rows that are never handed out for training. Rows with equal prompts are on the same side.
-    chat: whether texts go through the chat template; None: if the tokenizer has one. A prompt in the form of HH-RLHF
-        ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
+    chat: whether texts go through the chat template, or a `wb.ChatFormat(...)`, with which they do; None: if the
+        tokenizer has one. A prompt in the form of HH-RLHF ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
+
+    bad_rows: "error": a row of another kind raises `BadInput`; "skip": it is left out, and `skipped` lists its
+        place and the reason.
 
     Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows.
     Raises `BadInput` for a row that is none of its kind, with its place in the source.
@@ -77,22 +82,22 @@ class Examples(EpochRows[Tokenized]):
         held_out: int = 0,
         seed: int = 0,
         shuffle: bool = True,
-        chat: bool | None = None,
+        chat: bool | ChatFormat | None = None,
+        bad_rows: BadRows = "error",
     ) -> None:
         one_of("overlong", overlong, ("filter", "cut", "error"))
         whole("max_tokens", max_tokens, 2)
         whole("held_out", held_out, 0)
         whole("seed", seed, 0)
         checked("shuffle", shuffle, bool)
-        checked("chat", chat, bool | None)
+        check_chat(chat, tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.dropped = self.cut = self.equal = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         self._turn_end = turn_end(tokenizer)
-        rows = read_rows(source)
-        self.name = rows.name
-        fitted = [self._fit(_READ[kind](row, rows.where(i)), rows.where(i)) for i, row in enumerate(rows)]
-        kept = [row for row in fitted if row is not None]
+        rows = read_rows(source, bad_rows=bad_rows)
+        self.name, self.skipped, self.read_as = rows.name, rows.skipped, rows.read_as
+        kept = self._all(rows)
         self.held_out, self.training = _split(kept, held_out, seed)
         self._need_margins()
         if not self.training:
@@ -147,14 +152,26 @@ class Examples(EpochRows[Tokenized]):
         counts += [f"{self.dropped} {over} dropped"] if self.dropped else []
         counts += [] if self.cut or self.dropped else [f"none {over}"]
         counts += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        counts += [f"{self.skipped.total} bad skipped"] if self.skipped else []
         return ", ".join(counts)
 
     def __repr__(self) -> str:
         name = reprlib.repr(self.name)[1:-1]
-        return f"<{name}: {self.summary}; epoch {self.epoch}, next {self.position % len(self.training)}>"
+        read = f"; read as {self.read_as}" if self.read_as else ""
+        return f"<{name}: {self.summary}; epoch {self.epoch}, next {self.position % len(self.training)}{read}>"
 
     def numbers_of(self, row: Tokenized) -> list[list[int]]:
         return [[len(ids), *ids] for ids in (row.prompt_ids, *row.answer_ids)]
+
+    def _all(self, rows: Rows) -> list[Tokenized]:
+        """Those that are kept."""
+        found = list[Tokenized]()
+        for i, row in enumerate(rows):
+            try:
+                found += filter(None, [self._fit(_READ[self.kind](row, rows.where(i)), rows.where(i))])
+            except BadInput as error:
+                self.skipped.add(error)
+        return found
 
     def _fit(self, example: Example, where: str) -> Tokenized | None:
         """The row with its token ids, its prompt cut where asked for; None where it is dropped."""
@@ -186,7 +203,8 @@ class Examples(EpochRows[Tokenized]):
         if chat and isinstance(prompt, str):
             prompt = dialogue(prompt) or prompt
         if chat:  # a template writes its own line breaks; without one the answer's first space belongs to it
-            answers = tuple(answer.strip() for answer in answers)
+            begun = chat.prefill if isinstance(chat, ChatFormat) else ""
+            answers = tuple(answer.strip().removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
         return Tokenized(
             example=example,

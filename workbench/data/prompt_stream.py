@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
-from workbench.data.prompts import PromptRow, Prompts
+from workbench.batches.scored_rows import ScoredRows
+from workbench.data.ledger import Ledger
+from workbench.data.ledger_frame import ledger_frame, versions_frame
+from workbench.data.prompt_order import EXAMPLE, Order, chosen_rows
+from workbench.data.prompt_rows import PROMPT_COLUMNS, PromptRow
+from workbench.data.prompts import Prompts
+from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable, uninterrupted
+from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.settings.engines import Generation
+from workbench.support.assigned import AssignedFunction
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
+from workbench.support.validation import FINITE, Number, checked, one_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Feed(Protocol):
@@ -41,20 +55,37 @@ class Feed(Protocol):
     def note_drawn(self) -> None:
         """Keep where the stream stands."""
 
+    def when_scored(self, tell: Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]) -> None:
+        """Have `tell` called with the meta and the rewards of each stage that gives rewards."""
+
+    def wait_for_scores(self) -> None:
+        """Wait for the stages under way that give rewards."""
+
+    def note_change(self, setting: str, before: Any, after: Any) -> None:
+        """Record that a setting was assigned."""
+
 
 @checks_calls("lab.prompts")
 class PromptStream:
-    """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone."""
+    """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone, or on `order`.
+
+    records: the ledger's counts; None without prompts, and where they are streamed.
+    """
 
     def __init__(self, settings: Any, feed: Feed, *, seed: int, tokenizer: Any, generation: Generation | None) -> None:
-        self._feed, self.drawn = feed, 0
-        self.state: dict[str, Any] | None = None
-        self.source: Prompts | None = None
+        self._feed, self.drawn, self._seed = feed, 0, seed
+        self.source: Prompts | StreamedPrompts | None = None
+        self.records: Ledger | None = None
+        self._order = AssignedFunction("lab.prompts.order", "draws in the usual order", feed.note_change)
         if settings is not None:
             options = {"seed": seed, **prompt_options(settings, "prompts=dict")}
-            self.source = Prompts(**options, tokenizer=tokenizer)
+            self.source = prompts_of(options, tokenizer)
             self._first = self.source.state_dict()
             check_room(self.source, generation)
+        if isinstance(self.source, Prompts):
+            self.records = Ledger(len(self.source))
+            self._rows = {row.index: i for i, row in enumerate(self.source.rows)}
+            feed.when_scored(self.records.note_scored)
 
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
@@ -67,32 +98,190 @@ class PromptStream:
         """n more prompts for the iteration that `next` began."""
         return self._draw(n, begins=False)
 
+    def ahead(self, n: int, iteration: int) -> Batch:
+        """The next n prompts, for an iteration to come: `begin` begins it."""
+        return self._draw(n, begins=False, iteration=iteration)
+
+    def begin(self) -> None:
+        """Begin the next iteration, whose prompts `ahead` has drawn."""
+        self._feed.check_ready()
+        self._feed.before_iteration()
+        with uninterrupted():
+            self._feed.begin_iteration()
+            self._feed.note_drawn()
+
+    def show(self, prompt: Any) -> WrittenTokens:
+        """The tokens that the policy reads for a prompt, each with who wrote it: the template, or a role's message.
+        Special tokens have a frame. `.df` has a row a token.
+
+        prompt: a text, messages, or a row of the source, such as `{"prompt": "2 + 3?"}`; nothing is drawn.
+        """
+        if self.source is None:
+            raise _no_prompts()
+        if isinstance(prompt, Mapping):
+            names = [name for name in PROMPT_COLUMNS if name in prompt]
+            if not names:
+                rule = f"a row has one of the columns {', '.join(PROMPT_COLUMNS)}"
+                raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "give its text alone")
+            prompt = prompt[names[0]]
+        return self.source.show(prompt)
+
+    # --- the ledger ---------------------------------------------------------------------------------------------------
+
+    def ledger(self, by: Literal["prompt", "version"] = "prompt") -> pd.DataFrame:
+        """What is known of each prompt, a row each, by its place in the source: `row`, from 0.
+
+        drawn: how often; iterations_since: the last draw. responses: those that got a reward, without those that
+        failed; pass_rate: the share with a reward of at least `threshold`, pass_low and pass_high: bounds of its
+        Wilson 95 % interval (1927, https://doi.org/10.1080/01621459.1927.10502953). reward_mean, reward_variance
+        (unbiased), response_tokens_mean: of all responses. last_...: the same of the last draw, with the weights
+        last_version, in optimizer steps. prompt, prompt_tokens and the data set's other columns follow; one whose name
+        is taken is `data_NAME`. What is not known yet is NaN. Rows stand in the order in which they would be drawn
+        without `order`.
+
+        by: "version": a row a prompt and weights version, the newest 8 of a prompt, with responses, passed, pass_rate
+        and its bounds. Scores that come more than 4 iterations after the draw do not count, nor do evaluations, greedy
+        responses, and batches that were put or loaded. Raises `BadInput` without prompts, and where they are streamed.
+        """
+        one_of("by", by, ("prompt", "version"))
+        source, records = self._recorded("lab.prompts.ledger()")
+        if by == "version":
+            return versions_frame(source, records)
+        return ledger_frame(source, records, self._feed.iteration)
+
+    @property
+    def order(self) -> Order | None:
+        """A function of the ledger's frame that says which prompts are drawn next; None: each once an epoch.
+
+            lab.prompts.order = lambda ledger: ledger.sort_values("pass_rate", na_position="first")
+
+        It is called for each draw, and gives the rows to draw, in order (a frame, or their index), True or False for
+        each row (those with True, in the order of the frame), or a weight for each row (a Series; drawn without
+        replacement with probabilities in proportion). Of rows the first n are drawn; where there are fewer, from the
+        first on again. `ledger.attrs` has n, the `iteration` to come, and a `seed` for what is to be random.
+        Draws depend on the seed and the ledger alone, so that they are the same after a checkpoint and `wb.attach`;
+        there the function has to be assigned again.
+        """
+        return self._order.function
+
+    @order.setter
+    def order(self, order: Order | None) -> None:
+        called = f"lab.prompts.order = {shown(order)}"
+        if order is not None:
+            if not callable(order):
+                raise BadInput(called, "must be a function of the ledger's frame, or None", EXAMPLE)
+            self._recorded(called)
+            self._chosen(order, 1, self._feed.iteration + 1)
+        self._order.assign(order)
+
+    @property
+    def threshold(self) -> float:
+        """The reward from which on a response has passed, for the ledger's rates: of responses to come."""
+        return self._recorded("lab.prompts.threshold")[1].threshold
+
+    @threshold.setter
+    def threshold(self, threshold: float) -> None:
+        called = "lab.prompts.threshold"
+        records = self._recorded(called)[1]
+        before, records.threshold = records.threshold, checked(called, threshold, Annotated[Number, FINITE])
+        self._feed.note_change(called, before, records.threshold)
+
+    def _recorded(self, called: str) -> tuple[Prompts, Ledger]:
+        """The source and its ledger; `BadInput` where there is none."""
+        if self.source is None:
+            raise _no_prompts()
+        if self.records is None or not isinstance(self.source, Prompts):
+            raise BadInput(
+                called, "of streamed prompts nothing is kept: there may be more than memory holds",
+                "leave stream=True out of prompts=, where the rows fit into memory",
+            )  # fmt: skip
+        return self.source, self.records
+
+    def _chosen(self, order: Order, n: int, iteration: int) -> list[int]:
+        """The places in the source of the rows that are drawn next, for an iteration."""
+        source, records = self._recorded("lab.prompts.order")
+        ledger = ledger_frame(source, records, iteration)
+        seed = (self._seed, self.drawn)
+        number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        ledger.attrs = {"n": n, "iteration": iteration, "seed": number}
+        return [self._rows[row] for row in chosen_rows(order, ledger, n, seed)]
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """Where it stands, as plain values; None without prompts."""
+        if self.source is None:
+            return None
+        kept = {} if self.records is None else {"order": self._order.name, "threshold": self.records.threshold}
+        return {**self.source.state_dict(), **kept}
+
     def go_back(self) -> None:
         """Begin anew, with the first prompts."""
-        self.drawn, self.state = 0, None
+        self.drawn = 0
         if self.source is not None:
             self.source.load_state_dict(self._first)
+        if self.records is not None:
+            self.records.put_back(None)
 
-    def _draw(self, n: int, *, begins: bool) -> Batch:
+    def go_on(
+        self, drawn: int, state: dict[str, Any] | None, ledger: bytes | None, changes: Sequence[bytes] = ()
+    ) -> None:
+        """Go on from where `drawn` and `state` were noted, with `Ledger.state` and what was noted since; None: an
+        empty ledger."""
+        self.drawn = drawn
+        if self.source is not None and state:
+            self.source.load_state_dict(state)
+            self._order.go_on(state.get("order"))
+        if self.records is not None:
+            self.records.threshold = (state or {}).get("threshold", self.records.threshold)
+            if ledger is None:
+                self.records.put_back(None)
+            else:
+                self.records.load_state(ledger, changes)
+
+    def kept(self) -> Callable[[], None]:
+        """What puts the prompts back to where they are now."""
+        drawn = self.drawn
+        position = None if self.source is None else self.source.state_dict()
+        content = None if self.records is None else self.records.copy()
+
+        def put_back() -> None:
+            self.drawn = drawn
+            if self.source is not None and position is not None:
+                self.source.load_state_dict(position)
+            if self.records is not None:
+                self.records.put_back(content)
+
+        return put_back
+
+    def _draw(self, n: int, *, begins: bool, iteration: int | None = None) -> Batch:
         self._feed.check_ready()
         if self.source is None:
-            raise BadInput(
-                "lab.prompts", "this workbench was opened without prompts=", "wb.open(..., prompts='arithmetic')"
-            )
+            raise _no_prompts()
+        self._order.check(f"lab.prompts.{'next' if begins else 'more'}({n})")
+        if self._order.function is not None:
+            self._feed.wait_for_scores()
         if begins:
             self._feed.before_iteration()
         left = "the prompts are drawn, or none are", "see lab.batches()"
         with stoppable("drawing prompts", left), uninterrupted():
-            return self._put(self.source, n, begins=begins)
+            return self._put(self.source, n, begins=begins, iteration=iteration)
 
-    def _put(self, source: Prompts, n: int, *, begins: bool) -> Batch:
-        rows = source.next(n)
+    def _put(self, source: Prompts | StreamedPrompts, n: int, *, begins: bool, iteration: int | None) -> Batch:
+        number = self._feed.iteration + begins if iteration is None else iteration
+        if self._order.function is not None and isinstance(source, Prompts):
+            rows = source.take(self._chosen(self._order.function, n, number))
+        else:
+            rows = source.next(n)
         if begins:
             self._feed.begin_iteration()
         table = prompt_table(rows, self.drawn)
+        if self.records is not None:
+            places = [self._rows[row.index] for row in rows]
+            self.records.note_drawn(places, self.drawn, number, self._feed.iteration)
         self.drawn += len(rows)
-        self.state = source.state_dict()
-        batch = self._feed.put(table, meta={"iteration": self._feed.iteration}, owner="prompts")
+        batch = self._feed.put(table, meta={"iteration": number}, owner="prompts")
         self._feed.note_drawn()
         return batch
 
@@ -103,6 +292,11 @@ class PromptStream:
         return self.source._repr_html_() if self.source else repr(self)
 
 
+def _no_prompts() -> BadInput:
+    rule = "this workbench was opened without prompts="
+    return BadInput("lab.prompts", rule, "wb.open(..., prompts='arithmetic')")
+
+
 def prompt_options(settings: Any, called: str) -> dict[str, Any]:
     """The arguments of `Prompts` from a source, or from a mapping of options, whose names are checked.
 
@@ -110,18 +304,30 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
     """
     if not isinstance(settings, Mapping):
         return {"source": settings}
-    parameters = inspect.signature(Prompts).parameters.values()
-    check_names(called, [p for p in parameters if p.name != "tokenizer"], settings)
+    parameters = [p for p in inspect.signature(Prompts).parameters.values() if p.name != "tokenizer"]
+    stream = inspect.Parameter("stream", inspect.Parameter.KEYWORD_ONLY, default=False)
+    check_names(called, [*parameters, stream], settings)
     return dict(settings)
 
 
+def prompts_of(options: Mapping[str, Any], tokenizer: Any) -> Prompts | StreamedPrompts:
+    """Prompts by their options; stream=True: of a source that is larger than memory."""
+    options = dict(options)
+    stream = options.pop("stream", False)
+    checked("stream", stream, bool)
+    return StreamedPrompts(**options, tokenizer=tokenizer) if stream else Prompts(**options, tokenizer=tokenizer)
+
+
 def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
-    """The columns of a batch of prompts, which are numbered from `first_uid` on."""
+    """The columns of a batch of prompts, which are numbered from `first_uid` on. `messages` is there where rows have
+    messages for a prompt: an environment can begin with them."""
     table: Table = {
         "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
         "prompt_uid": torch.arange(first_uid, first_uid + len(rows)),
         "prompt": [row.prompt for row in rows],
     }
+    if any(row.messages for row in rows):
+        table["messages"] = [row.messages for row in rows]
     for name in dict.fromkeys(itertools.chain.from_iterable(row.extra for row in rows)):
         if name in table:
             raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
@@ -129,8 +335,17 @@ def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
     return table
 
 
-def check_room(prompts: Prompts, generation: Generation | None) -> None:
-    """Raise `BadInput` where the longest prompt leaves no room for a response."""
+def check_room(prompts: Prompts | StreamedPrompts, generation: Generation | None) -> None:
+    """Raise `BadInput` where the longest prompt leaves no room for a response; of a stream, the longest that may be."""
+    if isinstance(prompts, StreamedPrompts):
+        if generation and prompts.max_prompt_tokens >= generation.max_model_tokens:
+            raise BadInput(
+                f"max_prompt_tokens={prompts.max_prompt_tokens} with stream=True",
+                "a stream may hold prompts of that length, and prompt and response together have at most "
+                f"Generation.max_model_tokens={generation.max_model_tokens}",
+                "give a smaller max_prompt_tokens, or raise max_model_tokens",
+            )
+        return
     longest = prompts.longest
     tokens = len(longest.prompt_ids)
     if generation and tokens >= generation.max_model_tokens:

@@ -7,10 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from workbench.data.user_functions import (
+    MOST,
     Score,
+    Steps,
     checked_score,
     checked_scores,
     parameters_of,
@@ -19,23 +23,30 @@ from workbench.data.user_functions import (
     short,
 )
 from workbench.errors import BadInput, RewardError, StageError
+from workbench.errors.plain_text import shown
 from workbench.support.calls.limits import limits_of
+from workbench.support.calls.needs import check_needs
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant
+from workbench.support.validation import Number
 
 RewardFunction = Callable[..., Any]
+Weight = Annotated[Number, Field(ge=-MOST, le=MOST)]  # of a component of the rewards
 E = TypeVar("E", bound=StageError)
 NOT_ASKED = "was not asked"
 RULE = "it must return one finite number, or one a response token"
+RULE_OF_STEPS = "with steps= it must return one finite number a step, or with steps=True (last token, number) pairs"
 RULE_OF_MANY = "it must return a list with a finite number a row, or with a list of one a response token"
 ALIKE = "all rows of a batch are scored alike: one number each, or one a response token each"
 
 
 def check_function(function: Any) -> None:
-    """Raise `BadInput` for what cannot be called with a prompt and a response, or not be sent to its process."""
+    """Raise `BadInput` for what cannot be called with a prompt and a response, or not be sent to its process; another
+    error of ours for what misses something on this machine."""
     if not callable(function):
-        raise BadInput(f"function={function!r:.60}", "must be callable: fn(prompt, response, **row)")
+        raise BadInput(f"function={shown(function)}", "must be callable: fn(prompt, response, **row)")
+    check_needs(function)
     if limits_of(function).own_process:
         pickled(function)
     parameters = parameters_of(function)
@@ -178,7 +189,7 @@ def first_failure(failures: Mapping[int, E]) -> E:
 def score_rows(
     function: RewardFunction,
     rows: Sequence[Mapping[str, Any]],
-    response_tokens: Sequence[int],
+    response_tokens: Sequence[int | Steps],
     *,
     asking: Asking,
     where: str,
@@ -196,7 +207,9 @@ def score_rows(
 
     def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
         prompt = short(str(rows[i].get("prompt", "")))
-        rule = rule or (RULE * what.startswith("returned"))
+        rule = rule or (
+            (RULE_OF_STEPS if isinstance(response_tokens[i], Steps) else RULE) * what.startswith("returned")
+        )
         made = RewardError(
             f"reward function {name} {what} for row {row_numbers[i]} on {where}, prompt {prompt!r}", rule, remedy
         )
@@ -210,7 +223,7 @@ def score_rows(
     first = next((i for i in range(len(rows)) if i in scores), 0)
     for i, found in sorted(scores.items()):
         if isinstance(found, list) != isinstance(scores[first], list):
-            said = f"returned {found!r:.60}, but {scores[first]!r:.60} for row {row_numbers[first]},"
+            said = f"returned {shown(found)}, but {shown(scores[first])} for row {row_numbers[first]},"
             failures[i] = error(i, said, ALIKE)
             del scores[i]
     return [scores.get(i) for i in range(len(rows))], failures
@@ -219,7 +232,7 @@ def score_rows(
 def score_groups(
     function: RewardFunction,
     groups: Sequence[Sequence[Mapping[str, Any]]],
-    response_tokens: Sequence[Sequence[int]],
+    response_tokens: Sequence[Sequence[int | Steps]],
     *,
     asking: Asking,
     where: str,

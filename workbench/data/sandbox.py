@@ -11,23 +11,26 @@ a sandbox. Not kept from it: mistakes of the kernel, on whose user namespaces bu
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import platform
 import secrets
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import shown
 from workbench.support.calls.process import use_of
 from workbench.support.checked_calls import checked_call
 
@@ -47,18 +50,19 @@ ARCHITECTURES: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
 # limits that the program inherits and cannot raise; then the program
 START = """
 import resource, runpy, sys
-memory, files = map(int, sys.argv[1:])
+path, memory, files = sys.argv[1], *map(int, sys.argv[2:])
 for name, limit in (("DATA", memory), ("FSIZE", files), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
 sys.argv[:] = ["program.py"]
-runpy.run_path("/tmp/program.py", run_name="__main__")
+runpy.run_path(path, run_name="__main__")
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """What came of a program. ended: "exit", or the limit that ended it. exit_code: 0 where all went well; None: it was
-    ended. stdout, stderr: the first 64 KiB of each. last: the end of stdout."""
+    ended. stdout, stderr: the first 64 KiB of each. last: the end of stdout. began: whether the program ran at all;
+    else bubblewrap could not make the sandbox, and says why in stderr."""
 
     ended: Literal["exit", "time", "threads", "memory"]
     exit_code: int | None
@@ -66,6 +70,7 @@ class Ran:
     stderr: str
     duration_s: float
     last: str = field(default="", repr=False)
+    began: bool = field(default=True, repr=False)
 
 
 @checked_call("wb.sandbox.run_python")
@@ -86,7 +91,7 @@ def run_python(
     """
     for name, value in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes), ("threads", threads)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise BadInput(f"run_python({name}={value!r:.60})", "must be a positive number")
+            raise BadInput(f"run_python({name}={shown(value)})", "must be a positive number")
     if problem := problem_here():
         raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
     return _run(program, stdin, timeout_s, memory_bytes, threads, network)
@@ -118,9 +123,9 @@ def problem_here() -> str:
     return "" if ran.exit_code == 0 else ran.stderr.strip()[:300] or f"bwrap ended with {ran.exit_code} ({ran.ended})"
 
 
-def command(program: int, no_processes: int, memory_bytes: int, network: bool) -> list[str]:
-    """The command line of bubblewrap. program, no_processes: descriptors of the text, and of `filter_of_calls`."""
-    python = [sys.executable, "-I", "-c", START, str(memory_bytes), str(MOST_FILE_BYTES)]
+def command(program: int, no_processes: int, status: int, memory_bytes: int, network: bool) -> list[str]:
+    """The command line of bubblewrap. program, no_processes, status: descriptors of the text, of `filter_of_calls`, and
+    of what bubblewrap says about the program's end."""
     return [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",  # users, processes, network, mounts, names, shared memory, groups
@@ -135,9 +140,13 @@ def command(program: int, no_processes: int, memory_bytes: int, network: bool) -
         *("--ro-bind-data", str(program), PROGRAM),
         # these lie in memory, without a limit otherwise
         *("--size", str(memory_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--seccomp", str(no_processes), "--cap-drop", "ALL", "--"),
-        *python,
+        *("--seccomp", str(no_processes), "--json-status-fd", str(status), "--cap-drop", "ALL", "--"),
+        *_python(PROGRAM, memory_bytes),
     ]
+
+
+def _python(path: str, memory_bytes: int) -> list[str]:
+    return [sys.executable, "-I", "-c", START, path, str(memory_bytes), str(MOST_FILE_BYTES)]
 
 
 def filter_of_calls() -> bytes:
@@ -177,18 +186,32 @@ def _seen(network: bool) -> Iterator[str]:
 
 
 def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads: int, network: bool) -> Ran:
-    with (
-        _file(program.encode(errors="replace")) as text,
-        _file(filter_of_calls()) as calls,
-        _file(stdin.encode(errors="replace")) as given,
-        _file(b"") as out,
-        _file(b"") as err,
-    ):
-        begun_s = time.monotonic()
-        process = subprocess.Popen(
-            command(text.fileno(), calls.fileno(), int(memory_bytes), network),
-            stdin=given, stdout=out, stderr=err, pass_fds=(text.fileno(), calls.fileno()), start_new_session=True,
+    with _file(program.encode(errors="replace")) as text, _file(filter_of_calls()) as calls, _file(b"") as status:
+        passed = (text.fileno(), calls.fileno(), status.fileno())
+        ran = _watched(
+            command(*passed, int(memory_bytes), network), stdin, timeout_s, memory_bytes, threads, pass_fds=passed
         )  # fmt: skip
+        return ran if ran.ended != "exit" else replace(ran, began="exit-code" in _beginning(status))
+
+
+def run_without_sandbox(program: str, *, stdin: str, timeout_s: float, memory_bytes: int, threads: int) -> Ran:
+    """As `run_python`, with nothing around the program but limits: it may do what you may."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(program, errors="replace")
+        environment = {"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"}
+        return _watched(
+            _python(str(path), int(memory_bytes)), stdin, timeout_s, memory_bytes, threads, cwd=folder, env=environment
+        )  # fmt: skip
+
+
+def _watched(
+    words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: int, threads: int, **options: Any
+) -> Ran:
+    """Run a command, and end it where it passes a limit: its output, and how it ended."""
+    with _file(stdin.encode(errors="replace")) as given, _file(b"") as out, _file(b"") as err:
+        begun_s = time.monotonic()
+        process = subprocess.Popen(words, stdin=given, stdout=out, stderr=err, start_new_session=True, **options)
         ended: Literal["exit", "time", "threads", "memory"] = "exit"
         try:
             while ended == "exit":
@@ -204,7 +227,9 @@ def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads:
                 elif used_bytes > 2 * memory_bytes:  # what it shares, with files in its /tmp and /dev/shm
                     ended = "memory"
         finally:
-            process.kill()  # with it ends all that is in the sandbox: its first process is the sandbox's own
+            # with bubblewrap ends all that is in the sandbox; without it, what the program started in its session
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return Ran(
             ended=ended,

@@ -1,86 +1,121 @@
-"""Where prompts come from: a list, a .jsonl file, a bundled data set, a data set of the hub."""
+"""Where rows come from: a list, a frame, a file, a bundled data set, a data set of the hub."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from workbench.data.conventions import in_our_columns
+from workbench.data.readers import READERS, read_file
+from workbench.data.rows import BadRows, Row, Rows, Skipped
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
+from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import is_text
 
-Row = dict[str, Any]
-Source = str | Path | Sequence[str] | Sequence[Row]
+Source = Any  # see `read_rows`
 
 DATASETS = Path(str(files("workbench") / "datasets"))  # in a checkout a link to the folder datasets/
 HUB_TIMEOUT_S = 3.0
 _NAME = re.compile(r"(?P<name>[\w.-]+)(?:/(?P<split>[\w.-]+))?")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?")
-_OTHER_FORMATS = (".json", ".csv", ".tsv", ".parquet", ".txt")
 _FORMS = (
-    "give a list of texts or of dicts, a path that ends in .jsonl, a name under datasets/ such as 'arithmetic' or "
+    f"give a list of texts or of dicts, a pandas frame, a path that ends in {', '.join(READERS)}, "
+    "a name under datasets/ such as 'arithmetic' or "
     "'arithmetic/test', or a hub id such as 'openai/gsm8k'"
 )
 
 
-class Rows(list[Row]):
-    """Rows of a source, which can say where each of them stands in it.
-
-    lines: the line number of each row in a file, from 1; None where the source has no lines.
-    """
-
-    def __init__(self, rows: Iterable[Row], name: str, lines: Sequence[int] | None = None) -> None:
-        super().__init__(rows)
-        self.name, self.lines = name, lines
-
-    def where(self, index: int) -> str:
-        """Row `index` as an error names it, such as "pairs.jsonl, line 7"."""
-        return f"row {index} of {self.name}" if self.lines is None else f"{self.name}, line {self.lines[index]}"
-
-
-def read_rows(source: Source) -> Rows:
+def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool = True) -> Rows:
     """The rows of `source`, one dict a row, never empty.
 
     source is one of
 
         list of str                     rows {"prompt": text}
-        list of dict                    as they are (copied), arrays as lists; so a parquet file is read by
-                                        pandas.read_parquet(path).to_dict("records")
-        "path/to/file.jsonl", Path      one JSON object a line; blank lines are passed over
-        "arithmetic", "arithmetic/test" a folder of datasets/: its train.jsonl, or the file named behind the slash
+        list of dict                    as they are (copied), arrays as lists
+        generator, iterator             what it gives, as of a list; it has an end
+        a frame of pandas               a row each; what is missing is None
+        a table of arrow or polars, a split of the `datasets` library (Dataset, IterableDataset)
+        "file.jsonl", Path              one JSON object a line; blank lines are passed over
+        "file.json"                     a JSON list of objects
+        "file.csv", "file.tsv"          the first line names the columns; all values are texts
+        "file.parquet", ".arrow", ".feather"    by pyarrow
+        "arithmetic", "gsm8k/test"      a folder of datasets/: its train.jsonl, or the file named behind the slash
         "openai/gsm8k"                  a data set of the hub, read by the `datasets` library: split "train" of the
                                         default configuration; "openai/gsm8k:socratic/test" names both
 
+    bad_rows: "error": a row that cannot be read raises `BadInput`, which names its number and the reason; "skip": it is
+    left out, and `skipped` of the rows lists both. conventions: whether columns of verl, TRL, OpenRLHF, Alpaca and
+    ShareGPT are recognised, see `workbench.data.conventions`; `read_as` of the rows says as what they were read.
+
     Raises `BadInput` (empty, malformed or unknown source; a bad line is named by file and number), `MissingDependency`
-    (hub id without the `datasets` library), `ModelUnavailable` (hub id that cannot be fetched).
+    (a file or hub id without the library that reads it), `ModelUnavailable` (hub id that cannot be fetched).
     """
-    if isinstance(source, (list, tuple)):
-        rows = Rows(_listed(source), f"a {type(source).__name__}")
-    elif isinstance(source, Path) or (isinstance(source, str) and source.endswith(".jsonl")):
-        rows = _lines(Path(source).expanduser())
+    skipped = Skipped(bad_rows)
+    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
+        rows = read_file(Path(source).expanduser(), skipped)
     elif isinstance(source, str):
-        rows = _named(source)
+        rows = _named(source, skipped)
     else:
-        raise BadInput(
-            f"a source of type {type(source).__name__}",
-            "rows are read from a list or by name",
-            f"a DataFrame gives a list by .to_dict('records'), other tables by list(table); or else {_FORMS}",
-        )
+        rows = _listed(_items(source), f"a {type(source).__name__}", skipped)
+    readable = [place for place, row in enumerate(rows) if _is_row_readable(rows, place, row)]
+    rows = rows if len(readable) == len(rows) else rows.kept(readable)
     if not rows:
-        raise BadInput(f"{rows.name} holds no rows", "a source has at least one row", _FORMS)
-    for index, row in enumerate(rows):
-        if broken := next((name for name, value in row.items() if not _is_readable(value)), None):
-            raise BadInput(
-                f"{rows.where(index)}: {broken!r} holds half of a surrogate pair: {row[broken]!r:.60}",
-                "a text is made of characters",
-                "decode the source with errors='replace', or drop the row",
-            )
-    return rows
+        first = f"; {skipped[0]}" if skipped else ""
+        raise BadInput(f"{rows.name} holds no rows{first}", "a source has at least one row", _FORMS)
+    return in_our_columns(rows) if conventions else rows
+
+
+def kept_source(source: Source) -> Source:
+    """What can be read again and again: of a generator or another iterator, which gives its rows once, a list."""
+    if isinstance(source, Mapping) and "source" in source:
+        return {**source, "source": kept_source(source["source"])}
+    return list(source) if isinstance(source, Iterator) else source
+
+
+def _items(source: Source) -> Sequence[Any]:
+    """The rows of what is no file and no name."""
+    if isinstance(source, (list, tuple)):
+        return source
+    library = type(source).__module__.partition(".")[0]
+    if library == "pandas" and hasattr(source, "to_dict") and hasattr(source, "columns"):
+        return [{str(n): _present(v) for n, v in row.items()} for row in source.to_dict("records")]
+    if library == "datasets" and isinstance(source, Mapping):
+        splits = ", ".join(map(repr, source))
+        raise BadInput(f"a {type(source).__name__}", f"it holds the splits {splits}", "give one of them: data['train']")
+    for method in ("to_pylist", "to_dicts"):  # tables of arrow, frames of polars
+        if library in ("pyarrow", "polars") and hasattr(source, method):
+            return list(getattr(source, method)())
+    if inspect.isgeneratorfunction(source):
+        return list(source())
+    if library == "datasets" or isinstance(source, Iterator):
+        return list(source)
+    raise BadInput(
+        f"a source of type {type(source).__name__}",
+        "rows are read from a list, a frame, a generator, or by name",
+        f"other tables give a list by list(table) or .to_dict('records'); or else {_FORMS}",
+    )
+
+
+def _present(value: Any) -> Any:
+    """A value of a frame; None for what pandas has in place of a missing one."""
+    import pandas as pd
+
+    return None if value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value) else value
+
+
+def _is_row_readable(rows: Rows, place: int, row: Row) -> bool:
+    try:
+        check_readable(row, rows.where(place))
+    except BadInput as error:
+        rows.skipped.add(error)
+        return False
+    return True
 
 
 def _is_readable(value: Any) -> bool:
@@ -90,18 +125,35 @@ def _is_readable(value: Any) -> bool:
     return is_text(value) if isinstance(value, str) else not isinstance(value, list) or all(map(_is_readable, value))
 
 
-def _listed(items: Sequence[Any]) -> list[Row]:
-    rows: list[Row] = []
+def _listed(items: Sequence[Any], name: str, skipped: Skipped) -> Rows:
+    rows, numbers = list[Row](), list[int]()
     for index, item in enumerate(items):
-        if not isinstance(item, (str, dict)) or isinstance(item, str) is not isinstance(items[0], str):
-            kinds = f"{type(item).__name__}, row 0 of type {type(items[0]).__name__}" if index else type(item).__name__
-            raise BadInput(
-                f"row {index} is of type {kinds}",
-                "a list holds texts only, or dicts only",
-                "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}",
-            )
-        rows.append({"prompt": item} if isinstance(item, str) else _plain(item))
-    return rows
+        try:
+            rows.append(row_of(item, f"row {index}", items[0]))
+            numbers.append(index)
+        except BadInput as error:
+            skipped.add(error)
+    return Rows(rows, name, None, numbers, skipped)
+
+
+def row_of(item: Any, place: str, first: Any) -> Row:
+    """The row of an item of a list. first: the list's first item, whose kind all others have."""
+    if isinstance(item, (str, dict)) and isinstance(item, str) is isinstance(first, str):
+        return {"prompt": item} if isinstance(item, str) else _plain(item)
+    kinds = type(item).__name__ if item is first else f"{type(item).__name__}, row 0 of type {type(first).__name__}"
+    remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
+    raise BadInput(f"{place} is of type {kinds}", "a list holds texts only, or dicts only", remedy)
+
+
+def check_readable(row: Row, where: str) -> None:
+    """Raise `BadInput` where a text of a row is not made of characters."""
+    broken = next((name for name, value in row.items() if not _is_readable(value)), None)
+    if broken is not None:
+        raise BadInput(
+            f"{where}: {broken!r} holds half of a surrogate pair: {shown(row[broken])}",
+            "a text is made of characters",
+            "decode the source with errors='replace', or drop the row",
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -113,48 +165,31 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _lines(path: Path) -> Rows:
-    if path.suffix != ".jsonl":
-        raise BadInput(
-            f"{str(path)!r} is no .jsonl file",
-            "files are read as one JSON object a line",
-            "read other formats with pandas and pass table.to_dict('records')",
-        )
-    if not path.is_file():
-        raise BadInput(f"no file {str(path)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
-    rows, numbers = list[Row](), list[int]()
-    rule = "each line is one JSON object in UTF-8"
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # bad JSON as well as bad UTF-8
-                raise BadInput(f"{path}, line {number}: {error}", rule, "correct or delete the line") from error
-            if not isinstance(row, dict):
-                raise BadInput(f"{path}, line {number} is of type {type(row).__name__}", rule, 'write {"prompt": ...}')
-            rows.append(row)
-            numbers.append(number)
-    return Rows(rows, str(path), numbers)
-
-
-def _named(source: str) -> Rows:
+def _named(source: str, skipped: Skipped) -> Rows:
     """A name under datasets/ is preferred to a hub id of the same spelling."""
-    bundled = {path.parent.name for path in DATASETS.glob("*/train.jsonl")}
+    bundled = {path.parent.name for path in DATASETS.glob("*/*.jsonl")}
     local = _NAME.fullmatch(source)
     if local and local["name"] in bundled:
         path = DATASETS / local["name"] / f"{local['split'] or 'train'}.jsonl"
         if not path.is_file():
             splits = ", ".join(repr(f"{local['name']}/{p.stem}") for p in sorted(path.parent.glob("*.jsonl")))
             raise BadInput(f"no data set {source!r}", f"datasets/{local['name']} holds {splits}", "name one of these")
-        return _lines(path)
+        return read_file(path, skipped)
     path = Path(source).expanduser()
-    if path.exists() or path.suffix in _OTHER_FORMATS:
-        return _lines(path)  # refuses: only .jsonl is read
-    if hub := _HUB_ID.fullmatch(source):
-        return Rows(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"), source)
+    if path.exists() or path.suffix == ".txt":
+        return read_file(path, skipped)  # refuses: its name does not say how it is read
     known = ", ".join(map(repr, sorted(bundled)))
+    close = get_close_matches(source.partition("/")[0], bundled, n=1, cutoff=0.8)
+    hub = _HUB_ID.fullmatch(source)
+    if hub and close and source.partition("/")[2] in {path.stem for path in (DATASETS / close[0]).glob("*.jsonl")}:
+        meant = f"{close[0]}/{source.partition('/')[2]}"
+        raise BadInput(
+            f"no data set {source!r}", f"datasets/ holds {known}",
+            f"did you mean {meant!r}? A data set of the hub with that name is {source + '/train'!r}",
+        )  # fmt: skip
+    if hub:
+        rows = _from_hub(hub["repo"], hub["config"], hub["split"] or "train")
+        return Rows(rows, source, skipped=skipped)
     rule = f"datasets/ holds {known}" if known else f"there are no data sets in {str(DATASETS)!r}"
     close = get_close_matches(source.partition("/")[0], bundled, n=1)
     raise BadInput(

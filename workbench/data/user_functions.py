@@ -6,9 +6,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from workbench.models.tokenizers import is_text
+from workbench.errors.plain_text import shown
+from workbench.models.tokenizers import has_texts, is_text
 from workbench.support.calls.server import WrongValue
 
 Score = float | list[float]
@@ -16,13 +19,14 @@ MOST = 3.4e38  # of float32
 # What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
 # with its special tokens, as text and as token ids.
 RAW_RESPONSE = ("raw_response", "response_ids")
+MESSAGE = "message"  # what `step` gets under that name: the turn as a message, see `workbench.models.turn_messages`
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """The parameters of a function by name; None for a callable that does not say."""
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    except Exception:  # an object of any class, which may say anything as its signature
         return None
 
 
@@ -44,16 +48,24 @@ def short(text: str, characters: int = 80) -> str:
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
+def is_flag(value: Any) -> bool:
+    """Whether a value is True or False, or equal to one of them."""
+    try:
+        return bool(value in (True, False))
+    except Exception:  # an array of several numbers, or an object of any class
+        return False
+
+
 def finite_number(value: Any) -> float:
     """`value` as a finite float; `WrongValue`, which says what was returned, for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise WrongValue(f"returned {value!r:.60}") from None
+        raise WrongValue(f"returned {shown(value)}") from None
     except OverflowError:
         raise WrongValue("returned a number that is too large for a float") from None
     if isinstance(value, str):
-        raise WrongValue(f"returned {value!r:.60}")
+        raise WrongValue(f"returned {shown(value)}")
     if not math.isfinite(number):
         raise WrongValue(f"returned {number}")
     if abs(number) > MOST:
@@ -64,35 +76,85 @@ def finite_number(value: Any) -> float:
 # --- reward functions -------------------------------------------------------------------------------------------------
 
 
-def score(function: Callable[..., Any], state: object, row: Mapping[str, Any], tokens: int) -> Any:
+def score(function: Callable[..., Any], state: object, row: Mapping[str, Any], tokens: int | Steps) -> Any:
     """What a reward function gives for a row."""
     return function(**accepted(function, row))
 
 
-def checked_score(value: Any, row: object, tokens: int) -> Score:
-    """One finite number, or one a response token; of torch's and numpy's what Python has."""
+class Noted(float):
+    """A score with its reason."""
+
+    note: str = ""
+
+    @classmethod
+    def of(cls, score: float, note: str) -> Noted:
+        noted = cls(score)
+        noted.note = note
+        return noted
+
+
+class StepScores(list[float]):
+    """A score on the last token of each step, 0 on the others. ends: those tokens."""
+
+    ends: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a response. ends: the last token of each; None: the function says where they end."""
+
+    tokens: int
+    ends: Sequence[int] | None
+
+    def scores(self, value: Sequence[Any]) -> StepScores:
+        """What a function returned: one number a step, or (last token, number) pairs."""
+        ends, numbers = self.ends, value
+        if ends is None:
+            try:
+                ends, numbers = [int(end) for end, _ in value], [number for _, number in value]
+            except (TypeError, ValueError):
+                raise WrongValue(f"returned {shown(value)}") from None
+            if wrong := [end for end in ends if not 0 <= end < self.tokens]:
+                raise WrongValue(f"returned a step that ends at token {wrong[0]} of a response of {self.tokens} tokens")
+            if any(one >= two for one, two in pairwise(ends)):
+                raise WrongValue(f"returned steps that end at tokens {ends!s:.60}, not one after the other")
+        elif len(value) != len(ends):
+            raise WrongValue(f"returned {len(value)} numbers for a response of {len(ends)} steps")
+        found = StepScores([0.0] * self.tokens)
+        for end, number in zip(ends, numbers, strict=True):
+            found[end] = finite_number(number)
+        found.ends = ends
+        return found
+
+
+def checked_score(value: Any, row: object, tokens: int | Steps) -> Score:
+    """One finite number, or one a response token (a step); of torch's and numpy's what Python has."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(tokens, Steps):
+            return tokens.scores(value)
         if len(value) != tokens:
             raise WrongValue(f"returned {len(value)} numbers for a response of {tokens} tokens")
         return [finite_number(item) for item in value]
-    return finite_number(value)
+    return Noted.of(finite_number(value), value.note) if isinstance(value, Noted) else finite_number(value)
 
 
 def score_together(
-    function: Callable[..., Any], state: object, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int]
+    function: Callable[..., Any], state: object, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps]
 ) -> Any:
     """What a function of many rows gives for them."""
     return function(**{name: [row[name] for row in rows] for name in accepted(function, rows[0])})
 
 
-def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int]) -> list[Score]:
+def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int | Steps]) -> list[Score]:
     """As `checked_score`, of each row."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(rows):
-        raise WrongValue(f"returned {value!r:.60} for {len(rows)} rows,")
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise WrongValue(f"returned {shown(value)} in place of {len(rows)} scores")
+    if len(value) != len(rows):
+        raise WrongValue(f"returned {len(value)} in place of {len(rows)} scores")
     return [checked_score(one, row, n) for one, row, n in zip(value, rows, tokens, strict=True)]
 
 
@@ -100,9 +162,21 @@ def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int]) ->
 
 
 def reset(make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapping[str, Any]) -> Any:
-    """Make the environment of a row, and what its `reset` gives. `TypeError` where that needs something that the row
-    does not have."""
+    """Make the environment of a row; what its `reset` gives, and whether its `step` asks for messages. `TypeError`
+    where `reset` needs something that the row does not have."""
     environment = state[row] = make()
+    asks = asks_for(getattr(environment, "step", reset), MESSAGE)
+    value = _reset(environment, values)
+    if not inspect.iscoroutine(value):
+        return value, asks
+
+    async def awaited() -> tuple[Any, bool]:
+        return await value, asks
+
+    return awaited()
+
+
+def _reset(environment: Any, values: Mapping[str, Any]) -> Any:
     method = getattr(environment, "reset", None)
     if method is None:
         return None
@@ -116,18 +190,31 @@ def reset(make: Callable[[], Any], state: dict[int, Any], row: int, values: Mapp
     return method(**given)
 
 
-def checked_text(text: Any, row: int, values: object) -> str | None:
-    """What `reset` may return."""
-    if text is not None and not is_text(text):
-        raise WrongValue(f"returned {text!r:.60}")
-    return text
+def checked_beginning(beginning: tuple[Any, bool], *call: object) -> tuple[str | list[dict[str, Any]] | None, bool]:
+    """What `reset` may return, and whether `step` asks for messages."""
+    first, asks = beginning
+    if first is not None and not is_text(first) and not (first and are_messages(first)):
+        raise WrongValue(f"returned {shown(first)}")
+    return first, asks
 
 
-def step(make: object, state: Mapping[int, Any], row: int, text: str, raw: str, token_ids: list[int]) -> Any:
-    """What the environment of a row answers. raw, token_ids: see `RAW_RESPONSE`."""
+def step(make: object, state: Mapping[int, Any], row: int, text: str, more: Mapping[str, Any]) -> Any:
+    """What the environment of a row answers. more: what it gets by name alone, see `RAW_RESPONSE` and `MESSAGE`."""
     method = state[row].step
-    given = zip(RAW_RESPONSE, (raw, token_ids), strict=True)
-    return method(text, **{name: value for name, value in given if asks_for(method, name)})
+    given = {name: value for name, value in more.items() if asks_for(method, name)}
+    return method(**given) if next(iter(parameters_of(method) or ()), None) in given else method(text, **given)
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a value is a list of messages whose content is text, and all of whose texts a tokenizer takes."""
+    return (
+        isinstance(value, list)
+        and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) and is_text(message.get("content", ""))
+            for message in value
+        )
+        and has_texts(value)
+    )
 
 
 def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]] | None, float, bool]:
@@ -136,14 +223,23 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
         observation, reward, over = reply
         number = finite_number(reward)
     except (TypeError, ValueError):
-        raise WrongValue(f"returned {reply!r:.60}") from None
-    messages = isinstance(observation, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and is_text(message.get("content", ""))
-        for message in observation
-    )
-    if not (messages or observation is None or is_text(observation)) or over not in (True, False):
-        raise WrongValue(f"returned {reply!r:.60}")
+        raise WrongValue(f"returned {shown(reply)}") from None
+    fits = observation is None or is_text(observation) or are_messages(observation)
+    if not fits or not is_flag(over):
+        raise WrongValue(f"returned {shown(reply)}")
     return observation, number, bool(over)
+
+
+def summarize(make: object, state: object, row: int, function: Callable[[str], Any], context: str) -> Any:
+    """What the function of `Context.summary` gives for a context."""
+    return function(context)
+
+
+def checked_summary(value: Any, *call: object) -> str:
+    """A text."""
+    if not is_text(value):
+        raise WrongValue(f"returned {shown(value)}")
+    return str(value)
 
 
 def close(make: object, state: dict[int, Any], row: int) -> Any:

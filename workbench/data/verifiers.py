@@ -1,4 +1,4 @@
-"""Reward functions for answers that can be checked: `fn(prompt, response, **row) -> float`, one sample a call.
+"""Reward functions that ship. `fn(prompt, response, **row) -> float` checks the answer of one response.
 
 What counts as a number in a text:
 
@@ -14,6 +14,11 @@ days" is 18. Of the text in the box, what is in \\text{...} counts only where th
 
 Signs around a number ($, %, *, the period of a sentence) are no part of it: "50%" is 50. Not understood: fractions with
 a slash ("3/4" ends in 4), powers of ten ("1e3" is 1), thousands set apart by spaces, decimal commas.
+
+That is for `arithmetic` and `gsm8k`. `math` reads formulas with math-verify
+(https://github.com/huggingface/Math-Verify), the last box alone where there is one. `code` runs programs.
+`format` looks at the form alone, `instructions` at what IFEval asks of a response. `group_diversity` and `group_length`
+compare the responses to a prompt: a call has all of them.
 """
 
 from __future__ import annotations
@@ -21,11 +26,20 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
+from math import isfinite
+from numbers import Real
 from typing import Any
 
+from workbench.data.formats import format as format
+from workbench.data.group_rewards import group_diversity as group_diversity
+from workbench.data.group_rewards import group_length as group_length
+from workbench.data.instructions import instructions as instructions
+from workbench.data.programs import code as code
+from workbench.data.programs import code_without_sandbox as code_without_sandbox
 from workbench.data.user_functions import short
-from workbench.errors import BadInput
-from workbench.support.rules import shown
+from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import shown
+from workbench.support.calls.needs import needs
 from workbench.support.validation import checked
 
 _NUMBER = re.compile(
@@ -38,7 +52,9 @@ _NUMBER = re.compile(
 )
 _COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9]{3})")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}")
-_BOX, _BRACE = "\\boxed{", re.compile(r"[{}]")
+_BOX, _BRACE = "\\boxed{", re.compile(r"(?<!\\)[{}]")
+MOST_CHARACTERS = 4000  # of a text in which a formula is looked for
+_FORMULA_SIGNS = (_BOX, "\\(", "\\[", "$$")
 
 
 def arithmetic(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
@@ -65,6 +81,67 @@ def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
             "for a column of plain numbers use the reward function `arithmetic`",
         )
     return float(_last(checked("response", response, str)) == _only(final, repr(final)))
+
+
+def _check_math_verify() -> None:
+    try:
+        import math_verify
+    except ImportError as error:
+        raise MissingDependency.of("math-verify", "the verifier `math` compares with it", "math") from error
+    # else it warns that its own time limit is off: that one works in a main thread only
+    math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
+
+
+@needs(_check_math_verify)
+def math(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
+    """1.0 if the answer of the response equals `answer` as a formula, else 0.0; a response without one earns 0.0.
+
+    Read and compared by math-verify with its defaults: fractions, decimals (equal to six places), percent (50% equals
+    50 and 0.5), numbers with units, sets in any order, intervals, tuples, matrices, equations. Where a response has a
+    \\boxed{...}, the last of them is its answer; else math-verify looks for "answer is", then for the last formula or
+    number. `answer` is a formula, with or without $...$ or \\boxed{...} around it.
+    It reads the last 4,000 characters of an answer. It has no time limit of its own: a comparison that passes
+    `call_timeout_s` of `compute_reward` fails its row.
+    Raises `BadInput` if `answer` is no formula, `MissingDependency` without math-verify.
+    """
+    _check_math_verify()
+    from math_verify import verify
+
+    given, right = _formulas(_last_box(checked("response", response, str))[-MOST_CHARACTERS:]), _right(answer)
+    if not right:
+        raise BadInput(
+            f"the answer {short(shown(answer), 60)} is no formula",
+            "a response is compared with a formula",
+            "correct the answer column, or write a reward function of your own",
+        )
+    return float(verify(right, given, timeout_seconds=None))
+
+
+def _right(answer: object) -> list[Any]:
+    text = answer.strip() if isinstance(answer, str) else ""
+    if isinstance(answer, Real) and not isinstance(answer, bool) and _is_finite(answer):
+        text = f"{Decimal(str(answer)):f}" if isinstance(answer, float) else _text(answer)  # not 1e-07
+    whole = any(sign in text for sign in _FORMULA_SIGNS) or (len(text) > 2 and text[0] == text[-1] == "$")
+    return _formulas(_last_box(text) if whole else f"{_BOX}{text}}}")
+
+
+def _is_finite(number: Real) -> bool:
+    return isinstance(number, int) or isfinite(number)
+
+
+def _last_box(text: str) -> str:
+    _, box, rest = text.rpartition(_BOX)
+    return f"{_BOX}{_up_to_its_brace(rest)}}}" if box else text
+
+
+def _formulas(text: str) -> list[Any]:
+    """What math-verify reads in a text: a formula, and its text."""
+    import sympy
+    from math_verify import parse
+
+    found = parse(text, parsing_timeout=None)
+    # 6:00 is read as 6/0, which equals 7/0
+    return [one for one in found if isinstance(one, str) or not one.has(sympy.nan, sympy.zoo)]
 
 
 def _text(answer: object) -> str:

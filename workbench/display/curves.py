@@ -9,7 +9,7 @@ from html import escape
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from workbench.display.html import bytes_text, picture_id
+from workbench.display.html import bytes_text, folded, numbers_table, picture_id
 
 
 class Stroke(NamedTuple):
@@ -43,6 +43,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 190, 62, 10, 30, 38
 ID = "<id>"  # of a picture, until it is known; text is escaped, and holds no such
 COLUMNS, GAP, KEY_LINE, CHARACTER = 2, 14, 17, 6.8
 MOST_POINTS, MOST_MARKERS = 400, 40
+MOST_CELLS, MOST_ROWS, LEAST_ROWS = 1500, 50, 3  # of tables: all together, and each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class Curve:
     """Numbers y at x; a y that is not finite is a gap.
 
     kind: "line"; "faint", the ground of another line; "points", not joined; "area", stacked on the areas before it,
-    which have the same x. source: which run it is of; "" for the one that is looked at. hatch: of an area, see
+    which have the same x; "band", from `low` to y, the ground of a line (in pictures; the panel has none).
+    source: which run it is of; "" for the one that is looked at. hatch: of an area, see
     `HATCHES`. words: what each point is, shown where the pointer is.
     """
 
@@ -58,7 +60,8 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     stroke: Stroke = STROKES[0]
-    kind: Literal["line", "faint", "points", "area"] = "line"
+    kind: Literal["line", "faint", "points", "area", "band"] = "line"
+    low: Sequence[float] = field(default=())
     source: str = ""
     hatch: str = ""
     words: Sequence[str] = field(default=())
@@ -68,9 +71,9 @@ class Curve:
 class Chart:
     """Curves over one x.
 
-    y: what it counts, in a word over its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten; what is
-    not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for it, drawn
-    across. ends: words at the two ends of the x axis, in place of its numbers.
+    y: what it counts, in a word or two over its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten;
+    what is not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for
+    it, drawn across. ends: words at the two ends of the x axis, in place of its numbers.
     """
 
     title: str
@@ -131,6 +134,33 @@ def summary(chart: Chart) -> str:
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
 
 
+def tables(charts: Sequence[Chart], *, most_cells: int = MOST_CELLS) -> str:
+    """The last points of charts as tables, folded: a row an x, a column a curve; points that are not joined have a
+    table of their own. most_cells: of all together."""
+    shown = [(chart, _shown(chart.curves)) for chart in charts]
+    parts = [
+        (chart, part)
+        for chart, curves in shown
+        for part in ([c for c in curves if c.kind != "points"], [c for c in curves if c.kind == "points"])
+        if part
+    ]
+    columns = sum(1 + len(part) for _, part in parts)
+    rows = min(MOST_ROWS, max(LEAST_ROWS, most_cells // max(1, columns)))
+    return folded("These charts as tables", "".join(_table(chart, part, rows) for chart, part in parts))
+
+
+def _table(chart: Chart, curves: Sequence[Curve], most: int) -> str:
+    found: dict[float, dict[int, str]] = {}
+    for column, curve in enumerate(curves):
+        for x, y in zip(curve.x, curve.y, strict=True):
+            found.setdefault(x, {})[column] = number(y, chart.unit) if math.isfinite(y) else "not finite"
+    xs = sorted(found)[-most:]
+    rows = [[f"{x:.6g}", *(found[x].get(n, "") for n in range(len(curves)))] for x in xs]
+    unit = chart.y and f", {chart.y}"
+    cut = f", the last {len(xs)} of {len(found)}" if len(xs) < len(found) else ""
+    return numbers_table([chart.x, *(curve.name for curve in curves)], rows, caption=f"{chart.title}{unit}{cut}")
+
+
 def number(value: float, unit: str = "") -> str:
     """A number of a chart, as people read it."""
     return bytes_text(value) if unit == "bytes" and math.isfinite(value) else f"{value:.4g}"
@@ -154,7 +184,7 @@ def draw(chart: Chart) -> str:
 
     parts = [_text(0, 12, chart.title, extra='font-weight="600"')]
     if chart.y:
-        parts.append(_text(LEFT, 25, chart.y, extra='font-size="10" opacity=".75"'))
+        parts.append(_text(0, 25, chart.y, extra='font-size="10" opacity=".75"'))
     if chart.note:
         parts.append(_text(WIDTH - RIGHT, 23, chart.note, anchor="end", extra='font-size="10" opacity=".75"'))
     for y in _ticks(low, high, log=chart.log):
@@ -196,7 +226,7 @@ def _stacked(curves: Iterable[Curve]) -> list[_Line]:
     base: Sequence[float] = ()
     for curve in curves:
         if curve.kind != "area":
-            lines.append(_Line(curve, curve.y, ()))
+            lines.append(_Line(curve, curve.y, curve.low))
             continue
         under = base or [0.0] * len(curve.y)
         base = [low + (y if math.isfinite(y) else 0.0) for low, y in zip(under, curve.y, strict=True)]
@@ -206,7 +236,10 @@ def _stacked(curves: Iterable[Curve]) -> list[_Line]:
 
 def _range(chart: Chart, lines: Sequence[_Line]) -> tuple[float, float]:
     """From the smallest to the largest that is drawn; never of no height."""
-    values = [y for line in lines for y in line.y if math.isfinite(y) and (y > 0 or not chart.log)]
+    lows = [y for line in lines if line.curve.kind == "band" for y in line.base]
+    values = [
+        y for y in (*lows, *(y for line in lines for y in line.y)) if math.isfinite(y) and (y > 0 or not chart.log)
+    ]
     values += [chart.limit[0]] if chart.limit is not None else []
     low, high = (min(values), max(values)) if values else (1.0, 10.0)
     if chart.unit == "bytes" and not chart.log:
@@ -234,6 +267,8 @@ def _ticks(low: float, high: float, *, most: int = 4, log: bool = False) -> list
 
 def _line(line: _Line, at_x: Callable[[float], float], at_y: Callable[[float], float], log: bool) -> str:
     curve, stroke = line.curve, line.curve.stroke
+    if curve.kind == "band":
+        return "".join(_band(line, run, at_x, at_y) for run in _runs(line.y, log=log))
     if curve.kind == "area":
         there = list(range(len(curve.x)))
         if len(there) == 1:  # one reading: a bar
@@ -258,8 +293,17 @@ def _line(line: _Line, at_x: Callable[[float], float], at_y: Callable[[float], f
             parts.append(f'<polyline points="{points}" {look}/>')
     drawn = [n for run in runs for n in run]
     if curve.kind == "points" or (curve.kind == "line" and len(drawn) <= MOST_MARKERS):
-        parts += [_marker(stroke, at_x(curve.x[n]), at_y(line.y[n]), open_=curve.kind == "points") for n in drawn]
+        places = [(at_x(curve.x[n]), at_y(line.y[n])) for n in drawn]
+        parts.append(_markers(stroke, places, open_=curve.kind == "points"))
     return "".join(parts)
+
+
+def _band(line: _Line, run: Sequence[int], at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
+    """Between two gaps."""
+    kept = [n for n in _thinned(run, line.y) if math.isfinite(line.base[n])]
+    tops = [f"{at_x(line.curve.x[n]):.1f},{at_y(line.y[n]):.1f}" for n in kept]
+    under = [f"{at_x(line.curve.x[n]):.1f},{at_y(line.base[n]):.1f}" for n in reversed(kept)]
+    return f'<polygon points="{" ".join([*tops, *under])}" fill="{line.curve.stroke.colour}" fill-opacity=".18"/>'
 
 
 def _runs(y: Sequence[float], *, log: bool) -> Iterator[list[int]]:
@@ -287,11 +331,13 @@ def _thinned(run: Sequence[int], y: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def _marker(stroke: Stroke, x: float, y: float, *, open_: bool, size: float = 2.6) -> str:
+def _markers(stroke: Stroke, places: Sequence[tuple[float, float]], *, open_: bool, size: float = 2.6) -> str:
     fill = "none" if open_ else stroke.colour
-    place = f'transform="translate({x:.1f},{y:.1f}) scale({size})"'
-    width = f'stroke="{stroke.colour}" stroke-width="{1 / size:.2f}"'
-    return f'<path d="{MARKERS[stroke.marker]}" {place} fill="{fill}" {width}/>'
+    drawn = "".join(
+        f'<path d="{MARKERS[stroke.marker]}" transform="translate({x:.1f},{y:.1f}) scale({size})"/>' for x, y in places
+    )
+    look = f'fill="{fill}" stroke="{stroke.colour}" stroke-width="{1 / size:.2f}"'
+    return f"<g {look}>{drawn}</g>" if drawn else ""
 
 
 def _ground(colour: str, hatch: str) -> tuple[str, str]:
@@ -306,7 +352,7 @@ def _ground(colour: str, hatch: str) -> tuple[str, str]:
 
 def _shown(curves: Iterable[Curve]) -> list[Curve]:
     """The curves that a key names."""
-    return [curve for curve in curves if curve.kind != "faint"]
+    return [curve for curve in curves if curve.kind not in ("faint", "band")]
 
 
 def _key(curves: Iterable[Curve], width: float) -> tuple[str, float]:
@@ -328,7 +374,7 @@ def _key(curves: Iterable[Curve], width: float) -> tuple[str, float]:
             if curve.kind == "line":
                 dash = f'stroke-width="2" stroke-dasharray="{stroke.dash}"'
                 parts.append(f'<path d="M{x:g},{y + 8:g} h22" stroke="{stroke.colour}" {dash}/>')
-            parts.append(_marker(stroke, x + 11, y + 8, open_=curve.kind == "points", size=3))
+            parts.append(_markers(stroke, [(x + 11, y + 8)], open_=curve.kind == "points", size=3))
         parts.append(_text(x + 27, y + 12, curve.name))
         x += needed
     return "".join(parts), y + KEY_LINE + 8

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from workbench.display.html import bytes_text, svg
+from workbench.display.html import bytes_text, folded, numbers_table, svg
 from workbench.display.palette import role_styles
 from workbench.telemetry.memory import MemoryReading
 
@@ -58,7 +58,14 @@ class DeviceMap:
         return f"<DeviceMap of {self.what}: {len(self.boxes)} devices, {bytes_text(total)}>"[:79]
 
     def _repr_html_(self) -> str:
-        return f'<div style="color:inherit">{_svg(self)}</div>'
+        rows = [
+            [box.name, share.role, share.use.replace("_", " "), bytes_text(share.bytes)]
+            for box in self.boxes
+            for share in box.shares
+            if share.bytes
+        ]
+        held = numbers_table(["device", "role", "use", "bytes"], rows, caption=self.what)
+        return f'<div style="color:inherit">{_svg(self)}{folded("The bars as a table", held)}</div>'
 
 
 def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:

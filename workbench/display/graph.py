@@ -9,9 +9,9 @@ from html import escape
 from typing import Protocol
 
 from workbench.display.html import svg
-from workbench.display.palette import role_styles
+from workbench.display.palette import RoleStyle, role_styles
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 44, 34, 14, 8
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LINE = 168, 44, 34, 14, 8, 19
 
 
 class StageRecord(Protocol):
@@ -50,7 +50,8 @@ class Mark:
 
 
 def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
-    """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote.
+    """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote. Below it, the roles'
+    colours.
 
     marks: states of stages, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
     name.
@@ -72,11 +73,27 @@ def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: b
         style = styles[stage.role].colour, styles[stage.role].ink
         boxes += _box(stage, place[stage.name], style, (marks or {}).get(stage.name), live)
     width = 2 * MARGIN + (1 + max(depth.values())) * (WIDTH + GAP_X) - GAP_X
-    height = 2 * MARGIN + (1 + max(rows.values())) * (HEIGHT + GAP_Y) - GAP_Y
+    bottom = 2 * MARGIN + (1 + max(rows.values())) * (HEIGHT + GAP_Y) - GAP_Y
+    legend, height = _legend(styles, width, bottom)
     label = f"{graph.title}: " + ", ".join(f"{stage.name} on {stage.role}" for stage in graph.stages)
-    picture = svg(f"{arrows}{boxes}", width, height, label, role="group" if live else "img", font="12px")
+    picture = svg(f"{arrows}{boxes}{legend}", width, height, label, role="group" if live else "img", font="12px")
     caption = f'<div style="font-size:13px;font-weight:600;padding:2px 4px">Dataflow of {escape(graph.title)}</div>'
     return f'<div style="overflow-x:auto">{caption}{picture}</div>'
+
+
+def _legend(styles: Mapping[str, RoleStyle], width: float, top: float) -> tuple[str, float]:
+    """Which colour is which role, in lines below the graph; and how high all is then."""
+    parts, x, y = [], float(MARGIN), top + 4
+    for role, style in styles.items():
+        wide = 26 + 7 * len(role)
+        if x > MARGIN and x + wide > width - MARGIN:
+            x, y = float(MARGIN), y + LINE
+        parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="14" height="14" rx="3" fill="{style.colour}"/>'
+            f'<text x="{x + 19:g}" y="{y + 11:g}" fill="currentColor">{escape(role)}</text>'
+        )
+        x += wide + 10
+    return f'<g data-legend="">{"".join(parts)}</g>', y + LINE
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:

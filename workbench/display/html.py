@@ -21,6 +21,10 @@ _CELL = f"padding:2px 12px 2px 4px;border:0;border-bottom:{_LINE};background:tra
 _CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px"
 
 
+class Markup(str):
+    """Html that a cell of a table shows as it is."""
+
+
 _shown: OrderedDict[str, int] = OrderedDict()
 
 
@@ -38,7 +42,8 @@ def picture_id(content: str) -> str:
 def table(
     rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] | None = None, caption: str = "", max_rows: int = 20
 ) -> str:
-    """An html table of the first `max_rows` rows; a last line says how many are hidden. Everything is escaped.
+    """An html table of the first `max_rows` rows; a last line says how many are hidden. Everything but
+    `Markup` is escaped.
 
     columns: which, in which order; default: the keys in order of appearance. A key that a row lacks is an empty cell.
     """
@@ -52,6 +57,22 @@ def table(
         note = f"{hidden:,} more row{'s' if hidden > 1 else ''} not shown"
         body += f'<tr><td colspan="{max(len(columns), 1)}" style="{_CELL};text-align:left;opacity:.7">{note}</td></tr>'
     return f'<table style="{_TABLE}">{_caption(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "") -> str:
+    """A plain table of many figures, a row each, its first cell the row's name: the least html. Escaped."""
+    head = "".join(f'<th scope="col">{escape(str(name))}</th>' for name in heads)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(str(first))}</th>{"".join(f"<td>{escape(str(one))}</td>" for one in others)}</tr>'
+        for first, *others in rows
+    )
+    told = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<table style="font-size:12px">{told}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
+
+
+def folded(title: str, html: str) -> str:
+    """Html that its title opens; nothing where there is none."""
+    return f"<details><summary>{escape(title)}</summary>{html}</details>" if html else ""
 
 
 def svg(inner: str, width: float, height: float, label: str, *, role: str = "img", font: str = "11px") -> str:
@@ -112,4 +133,4 @@ def _cell(value: Any, align: str | None = None) -> str:
     else:
         text = str(value)
     style = f"{_CELL};text-align:{align or ('right' if is_number else 'left')}"
-    return f'<td style="{style}">{escape(text)}</td>'
+    return f'<td style="{style}">{text if isinstance(value, Markup) else escape(text)}</td>'

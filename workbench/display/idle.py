@@ -35,10 +35,11 @@ CAUSES = (
     Cause("slowest_rank_s", "s", "waiting for the slowest rank", "a stage of its pool goes on, on other ranks alone"),
     Cause("other_pool_s", "p", "waiting for another pool", "its own pool is idle while another one works"),
     Cause(
-        "controller_s", "c", "controller", "nothing runs: a stage was called, or its cell has not called the next one"
+        "controller_s", "c", "controller",
+        "nothing runs: a stage was called, its cell has not called the next one, or roles are moved or saved",
     ),
     Cause("uncalled_s", "n", "nothing called", "no stage runs, and no cell is between two: it waits for you"),
-)
+)  # fmt: skip
 DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)
 
@@ -69,6 +70,12 @@ class Gaps:
         found = np.bincount(cell, np.maximum(within, 0.0), lanes * len(CAUSES))
         return found.astype(np.float64).reshape(lanes, len(CAUSES))
 
+    def uncalled(self, start_s: float, end_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Starts and ends of the stretches of a window in which no stage ran on any device and nothing was called."""
+        here = self.cause == UNCALLED
+        found = _Times.union(*(np.clip(times[here], start_s, end_s) for times in (self.start_s, self.end_s)))
+        return found.start, found.end
+
 
 def idle_gaps(
     lanes: Sequence[Lane],
@@ -84,8 +91,7 @@ def idle_gaps(
 
     lanes: the devices. lane, work, start_s, end_s: one value a span; lane: index in lanes; work: see `work_of`. lives:
     by lane, see `lives_of`; None: each is there all the time. cells: starts and ends of what called several stages. The
-    gaps of a lane do not overlap; with its computing
-    they fill what of the window it is there for.
+    gaps of a lane do not overlap; with its computing they fill what of the window it is there for.
     """
     lane_N, work_N = np.asarray(lane, np.intp), np.asarray(work, np.uint8)
     start_N, end_N = (np.clip(np.asarray(times, np.float64), *window) for times in (start_s, end_s))

@@ -9,23 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TextIO
 
+from workbench.display.headlines import headlines
 from workbench.display.html import seconds_text
 from workbench.display.progress import TerminalLine, is_logged, line
-
-# What a line tells of an iteration, and the metrics that say it, the best first.
-HEADLINES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("compute_reward/rewards/mean", "dynamic_sampling/rewards/mean"),
-    "cost": ("compute_cost/costs/mean",),
-    "KL": ("compute_advantages/reference_kl", "update_actor/reference_kl"),
-    "accuracy": (
-        "update_reward/accuracy",
-        "update_cost/accuracy",
-        "update_dpo/accuracy",
-        "update_ipo/accuracy",
-        "update_orpo/accuracy",
-    ),
-}
-OTHERWISE = "loss"  # of the first stage that has one, where there is none of these
 
 
 class Iterations:
@@ -96,16 +82,3 @@ class Iterations:
     def _show(self) -> None:
         if self._line is not None:
             self._line.head(self.text())
-
-
-def headlines(metrics: Mapping[str, float]) -> str:
-    """The few metrics that a line has room for."""
-    found = {}
-    for label, names in HEADLINES.items():
-        value = next((metrics[name] for name in names if name in metrics), None)
-        if value is not None:
-            found[label] = value
-    if not found:
-        losses = [value for name, value in metrics.items() if name.split("/")[1:] == [OTHERWISE]]
-        found = {OTHERWISE: losses[0]} if losses else {}
-    return "  ".join(f"{label} {value:.4g}" for label, value in found.items())

@@ -21,7 +21,8 @@ LEFT, BARS, RIGHT, LINE, HEAD, GAP = 130, 300, 170, 16, 20, 8
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on a device, or on several that share one memory; in the order of `TIMES`. has_bytes: of it, if known."""
+    """Bytes on a device, or on several that share one memory; in the order of `TIMES`. has_bytes: what
+    they may be at most, if known; capacity_bytes: of all the memory, of which others may use a part."""
 
     name: str
     before_bytes: int
@@ -29,6 +30,7 @@ class DeviceMemory:
     after_bytes: int
     peak_bytes: int
     has_bytes: int | None = None
+    capacity_bytes: int | None = None
 
     @property
     def all_bytes(self) -> tuple[int, int, int, int]:
@@ -58,7 +60,11 @@ def memory_svg(devices: Sequence[DeviceMemory], *, moves: bool = True) -> str:
 
 
 def _device(device: DeviceMemory, bars: Sequence[tuple[str, int]], y: float, scale: int) -> str:
-    told = f"{device.name}, of {bytes_text(device.has_bytes)}" if device.has_bytes else device.name
+    told = device.name
+    if device.has_bytes:
+        all_bytes = device.capacity_bytes or device.has_bytes
+        told += f", of {bytes_text(all_bytes)}"
+        told += f", {bytes_text(device.has_bytes)} free for these" if device.has_bytes < all_bytes else ""
     parts = [f'<text x="0" y="{y + 14:g}" fill="currentColor" font-weight="600">{escape(told)}</text>']
     top = y + HEAD
     for n, (when, held) in enumerate(bars):
@@ -67,7 +73,7 @@ def _device(device: DeviceMemory, bars: Sequence[tuple[str, int]], y: float, sca
         x = LEFT + BARS * device.has_bytes / scale
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 2:g}" y2="{top + LINE * len(bars):g}" stroke="currentColor" '
-            f'stroke-width="2"><title>capacity {bytes_text(device.has_bytes)}</title></line>'
+            f'stroke-width="2"><title>room for these {bytes_text(device.has_bytes)}</title></line>'
         )
     return "".join(parts)
 

@@ -30,6 +30,7 @@ ROLE_STYLES = {
     "cost_critic": RoleStyle(colour="#f2c4de", letter="K"),
     "teacher": RoleStyle(colour="#a6761d", letter="T"),
     "rollout": RoleStyle(colour="#56459c", letter="G", ink=WHITE),
+    "environment": RoleStyle(colour="#8c8c00", letter="E"),
     "numeric": RoleStyle(colour="#56b4e9", letter="N"),
     "prompts": RoleStyle(colour="#999999", letter="P"),
     "batch": RoleStyle(colour="#cccccc", letter="B"),

@@ -156,16 +156,24 @@ class Progress:
         return "  ".join(parts)
 
 
+def note(text: str) -> None:
+    """Tell the user something: below the cell of a notebook, elsewhere on stderr. A script's stdout is its result."""
+    print(text, file=None if _in_notebook() else sys.stderr)
+
+
+def _in_notebook() -> bool:
+    # a notebook has loaded IPython itself: no reason to import it here
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython() if ipython is not None else None, "kernel", None) is not None
+
+
 def line(stream: TextIO | None) -> Line | None:
     """The line of this thread that can be written over, if there is one, on a stream or where the user looks."""
     if is_quiet():
         return None
     if stream is None and threading.current_thread() is not threading.main_thread():
         return None  # what a panel runs shows in the panel
-    # a notebook has loaded IPython itself: no reason to import it here
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if stream is None and ipython is not None else None
-    if shell is not None and getattr(shell, "kernel", None) is not None:
+    if stream is None and _in_notebook():
         return _NotebookLine()
     stream = stream if stream is not None else sys.stderr
     return TerminalLine(stream) if stream.isatty() else None

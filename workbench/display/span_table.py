@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.display.callers import Callers
 from workbench.display.idle import Gaps, Lane, Life, idle_gaps, lives_of, work_of
 from workbench.display.lanes import SubLanes
 from workbench.telemetry.span_lines import SpanLines
@@ -205,25 +206,16 @@ class SpanTable:
         """What each span is to its device, see `work_of`."""
         return np.asarray([work_of(kind) for kind in self.names["kind"].all], np.uint8)[self.columns["kind"]]
 
-    def gaps(
-        self, window: Life, lives: Sequence[Life] | None = None, cells: Mapping[int, Hashable] | None = None
-    ) -> Gaps:
-        """`idle_gaps` of a window. cells: by run, which cell called it."""
+    def gaps(self, window: Life, lives: Sequence[Life] | None = None, callers: Callers | None = None) -> Gaps:
+        """`idle_gaps` of a window. callers: what called the runs; None: each was called by itself."""
         run, lane, start_s, end_s = (self.columns[name] for name in ("run", "lane", "start_s", "end_s"))
+        callers = callers or Callers()
         runs, each = np.unique(run, return_inverse=True)
         known = Names()
-        number = known.numbers([(cells or {}).get(one, -1 - one) for one in runs.tolist()])[each]
+        number = known.numbers([callers.of_run.get(one, -1 - one) for one in runs.tolist()])[each]
         from_s, to_s = np.full(len(known.all), np.inf), np.full(len(known.all), -np.inf)
         np.minimum.at(from_s, number, start_s)
         np.maximum.at(to_s, number, end_s)
-        return idle_gaps(self.lanes, lane, self.work(), start_s, end_s, window, lives, (from_s, to_s))
-
-
-def cells_of(events: Iterable[Mapping[str, Any]]) -> dict[int, Hashable]:
-    """By run, the cell that called it, and in which session of a kernel."""
-    found, session = dict[int, Hashable](), 0
-    for event in events:
-        if event["event"] == "run":
-            found[int(event["details"]["run"])] = int(event["details"]["cell"]), session
-        session += event["event"] == "attached"
-    return found
+        acts = np.asarray(callers.acts, np.float64).reshape(-1, 2)
+        called = np.concatenate([from_s, acts[:, 0]]), np.concatenate([to_s, acts[:, 1]])
+        return idle_gaps(self.lanes, lane, self.work(), start_s, end_s, window, lives, called)

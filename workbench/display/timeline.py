@@ -9,17 +9,21 @@ a device waits for is told by shading and a small letter.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from workbench.display.callers import Callers
+from workbench.display.folding import foldings
 from workbench.display.html import picture_id, seconds_text, table
 from workbench.display.idle import CAUSES, DATA, Gaps, device_times
 from workbench.display.lanes import lanes_of
+from workbench.display.span_sums import Sums, sums_of
 from workbench.display.span_table import Row, SpanTable
 from workbench.display.timeline_shapes import ID, ON_ANY_GROUND, percent
 from workbench.display.timeline_svg import Drawing, Section
 from workbench.errors import BadInput
+from workbench.support.checked_calls import checked_call
 from workbench.telemetry.span_lines import SpanLines
 
 if TYPE_CHECKING:
@@ -29,11 +33,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Timeline:
     """A drawn timeline. `svg` can be saved as a file; `summary` has one row a device, and a section where there are
-    several: see `times_of`."""
+    several: see `times_of`. `sums(from_s, to_s)` adds up a range."""
 
     drawn: str
     summary: list[dict[str, Any]]
     span_count: int
+    drawn_from: tuple[SpanTable, Sequence[Section], Gaps] = field(repr=False, compare=False)
 
     @property
     def svg(self) -> str:
@@ -44,6 +49,19 @@ class Timeline:
     def inline_svg(self) -> str:
         """The picture as a part of a page, whose text colour it takes."""
         return self.svg.replace(f'color="{ON_ANY_GROUND}" ', "", 1)
+
+    @checked_call("timeline.sums")
+    def sums(self, from_s: float = 0.0, to_s: float | None = None) -> Sums:
+        """What lies between two times of the axis, seconds; None: the end. By stage, role and kind, and idle time by
+        its cause. Raises `BadInput` where there is no time between them."""
+        spans, (section, *_), gaps = self.drawn_from
+        end_s = section.end_s - section.start_s
+        start_s, to_s = max(float(from_s), 0.0), end_s if to_s is None else min(float(to_s), end_s)
+        if not start_s < to_s:
+            rule = f"there must be time between the two, on an axis from 0 to {end_s:.3f} s"
+            raise BadInput(f"sums from {from_s} to {to_s}", rule, "give seconds as the axis of the picture has them")
+        range_s = section.start_s + start_s, section.start_s + to_s
+        return sums_of(spans, gaps, section.lanes, section.start_s, range_s)
 
     def __repr__(self) -> str:
         window = max((row["window_s"] for row in self.summary), default=0.0)
@@ -122,13 +140,15 @@ def timeline(
     devices: Sequence[str] = (),
     start: float | None = None,
     end: float | None = None,
-    cells: Mapping[int, Hashable] | None = None,
+    callers: Callers | None = None,
+    fold: bool = True,
 ) -> Timeline:
     """Draw spans (the spans frame, or dicts with its columns).
 
     devices: which lanes come first; one without a span gets an empty lane. start, end: unix times between which to
-    draw, such as the first and last of the newest iterations; default: all. cells: by run, which cell
-    called it, see `cells_of`. Raises `BadInput`.
+    draw, such as the first and last of the newest iterations; default: all. callers: what called the runs; default:
+    each was called by itself. fold: draw long stretches in which nothing was called as narrow breaks.
+    Raises `BadInput`.
     """
     rows: list[Any] = list(spans) if isinstance(spans, Sequence) else spans.to_dict("records")
     start = start if start is not None else min((row["start_s"] for row in rows), default=0.0)
@@ -140,7 +160,14 @@ def timeline(
     found.know(ordered := lanes_of(found.lanes, devices))
     numbers = {lane: number for number, lane in enumerate(found.lanes)}
     section = Section("all", start, end, {numbers[lane]: (start, end) for lane in ordered})
-    return drawn(found, [section], found.gaps((start, end), cells=cells))
+    gaps = found.gaps((start, end), callers=callers)
+    return drawn(found, folded([section], gaps) if fold else [section], gaps)
+
+
+def folded(sections: Sequence[Section], gaps: Gaps) -> list[Section]:
+    """The same, with long stretches in which nothing was called as narrow breaks."""
+    found = foldings(gaps, [(section.start_s, section.end_s) for section in sections])
+    return [replace(section, folding=folding) for section, folding in zip(sections, found, strict=True)]
 
 
 def drawn(
@@ -151,8 +178,9 @@ def drawn(
     width: int = 960,
     most: int | None = None,
     view: tuple[float, float] | None = None,
+    hits: Sequence[int] = (),
 ) -> Timeline:
     """Draw sections of spans: see `Drawing`."""
     times = times_of(spans, sections, gaps)
-    drawing = Drawing(spans, sections, gaps, times, width=width, most=most, view=view)
-    return Timeline(drawn=drawing.svg(), summary=times, span_count=drawing.span_count)
+    drawing = Drawing(spans, sections, gaps, times, width=width, most=most, view=view, hits=hits)
+    return Timeline(drawing.svg(), times, drawing.span_count, (spans, sections, gaps))

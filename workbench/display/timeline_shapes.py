@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workbench.display.html import bytes_text, seconds_text
 from workbench.display.span_table import Row
 
-BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heights, pixels
+BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS, HIT = 26, 9, 3, 33, 7, 22, 22, 4  # heights, pixels
 CHAR = 6.3  # mean width of a character of the bars' font; a little wide, so that labels never run over
 NARROW, NARROW_GAP, FUSED = 2.0, 1.0, 0.2  # pixels: see `_Bars`, `Drawing._gaps`, `_fused`
 ON_ANY_GROUND = "#777777"  # text of a picture that cannot know the page's theme: 4.5:1 on white, 4.2:1 on near black

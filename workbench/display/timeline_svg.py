@@ -7,7 +7,6 @@ A page can move the group `wb-tl-moves` sideways; what is around it stays.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.display.folding import NOTHING_FOLDED, Folding
 from workbench.display.html import seconds_text
 from workbench.display.idle import CAUSES, Gaps
 from workbench.display.palette import RoleStyle, role_styles
 from workbench.display.span_table import QUEUE, TRANSFER, Row, SpanTable
+from workbench.display.timeline_axis import axis, breaks
 from workbench.display.timeline_shapes import (
     AXIS,
     BAR,
@@ -27,6 +28,7 @@ from workbench.display.timeline_shapes import (
     GAP,
     HATCHES,
     HEAD,
+    HIT,
     LANE,
     NARROW,
     NARROW_GAP,
@@ -52,28 +54,35 @@ MOST_GAPS = 300  # that can be pointed at in one picture
 @dataclass(frozen=True)
 class Section:
     """Times that are drawn from the left edge on, unix times. lanes: by number, in the order in which they are drawn,
-    from when to when each is there."""
+    from when to when each is there. folding: of seconds from its start."""
 
     title: str
     start_s: float
     end_s: float
     lanes: Mapping[int, tuple[float, float]]
+    folding: Folding = NOTHING_FOLDED
+
+    @property
+    def drawn_s(self) -> float:
+        """What it is drawn as, seconds."""
+        return float(self.folding.drawn(self.end_s - self.start_s))
 
 
 class Drawing:
     """Draws sections, one above the other.
 
     times: see `timeline.times_of`, a row a lane of each section. width: pixels. most: how many bars are drawn one by
-    one, the longest of all; None: all that are wide enough. view: seconds from the start of a section, default all.
+    one, the longest of all; None: all that are wide enough. view: what is in sight, seconds from the left edge as they
+    are drawn, see `Folding`; default all. hits: numbers of spans that get a line above them.
     """
 
     def __init__(
         self, spans: SpanTable, sections: Sequence[Section], gaps: Gaps, times: Sequence[Row],
-        *, width: int, most: int | None = None, view: tuple[float, float] | None = None,
+        *, width: int, most: int | None = None, view: tuple[float, float] | None = None, hits: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.spans, self.sections, self.gaps, self.times = spans, sections, gaps, times
-        self.width, self.most = width, most
-        self.length_s = max([section.end_s - section.start_s for section in sections], default=0.0) or 1e-9
+        self.width, self.most, self.hits = width, most, hits
+        self.length_s = max([section.drawn_s for section in sections], default=0.0) or 1e-9
         self.from_s, self.to_s = view or (0.0, self.length_s)
         half_s = (self.to_s - self.from_s) / 2 if view else 0.0
         self.drawn_from_s, self.drawn_to_s = max(self.from_s - half_s, 0.0), min(self.to_s + half_s, self.length_s)
@@ -89,11 +98,12 @@ class Drawing:
     def svg(self) -> str:
         legend, top = self._legend()
         frame, moving, y, number = [legend], list[str](), float(top), 0
+        folded = any(len(section.folding.start_s) for section in self.sections)
         for section, rows in zip(self.sections, self._rows, strict=True):
             if len(self.sections) > 1:
                 frame.append(f'<text x="4" y="{y + 15}" font-weight="700">{text(section.title)}</text>')
                 y += HEAD
-            bars, pool = _Bars(self, section, rows), None
+            bars, pool, section_top = _Bars(self, section, rows), None, y + HEAD
             for lane in section.lanes:
                 if self.spans.lanes[lane][0] != pool:
                     pool = self.spans.lanes[lane][0]
@@ -104,11 +114,15 @@ class Drawing:
                 frame.append(self._head(lane, self.times[number], y, height))
                 moving.append(f'<g data-lane="{lane}">{self._gaps(section, lane, y, height)}{bars.draw(lane, y)}</g>')
                 y, number = y + height + GAP, number + 1
+            moving.append(breaks(self, section, section_top, y))
+            if section is self.sections[-1] or folded:  # where each leaves out its own times, each has its own axis
+                moving.insert(0, axis(self, section, section_top if folded else top, y))
+                y += AXIS if section is not self.sections[-1] else 0
         note = self._footnote()
         whole = y + AXIS + (18 if note else 0)
         plot = (
             f'<svg class="wb-tl-plot" x="{self.left:.1f}" width="{self.plot:.1f}" height="{whole}" overflow="hidden">'
-            f'<g class="wb-tl-moves">{self._axis(top, y)}{"".join(moving)}</g></svg>'
+            f'<g class="wb-tl-moves">{"".join(moving)}</g></svg>'
         )
         place = f'x="{self.width - 4}" y="{y + 34}" text-anchor="end" font-size="11" opacity=".8"'
         frame.append(f"{plot}<text {place}>{note}</text>" if note else plot)
@@ -121,7 +135,7 @@ class Drawing:
             "style": "max-width:100%;height:auto",
             "role": "img",
             "aria-label": f"Timeline of {len({lane for one in self.sections for lane in one.lanes})} devices over "
-            + seconds_text(self.length_s if self.sections else 0.0),
+            + seconds_text(max([one.end_s - one.start_s for one in self.sections], default=0.0)),
             "font-family": "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
             "font-size": 12,
             "fill": "currentColor",
@@ -129,9 +143,9 @@ class Drawing:
         written = " ".join(f'{name}="{value}"' for name, value in attributes.items())
         return f"<svg {written}><defs>{''.join(self.pattern.definitions.values())}</defs>{''.join(frame)}</svg>"
 
-    def x(self, time_s: Any) -> Any:
+    def x(self, section: Section, time_s: Any) -> Any:
         """Pixels from the left edge of the plot, of seconds from the start of a section."""
-        return (time_s - self.from_s) / (self.to_s - self.from_s) * self.plot
+        return (section.folding.drawn(time_s) - self.from_s) / (self.to_s - self.from_s) * self.plot
 
     @cached_property
     def _rows(self) -> list[NDArray[np.intp]]:
@@ -160,24 +174,14 @@ class Drawing:
             f"<title>{text(hover)}</title></text>"
         )
 
-    def _axis(self, top: float, bottom: float) -> str:
-        step = _nice_step((self.to_s - self.from_s) / max(self.plot / 90, 1))
-        digits = max(0, -math.floor(math.log10(step) + 1e-9))
-        parts = []
-        for n in range(math.ceil(self.drawn_from_s / step - 1e-9), int(self.drawn_to_s / step + 1e-9) + 1):
-            x = self.x(n * step)
-            anchor = "start" if abs(x) < 12 else "end" if abs(x - self.plot) < 12 else "middle"
-            parts.append(
-                f'<path d="M{x:.1f} {top:.0f}V{bottom:.0f}" stroke="currentColor" stroke-opacity=".16"/>'
-                f'<text x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="{anchor}">{n * step:,.{digits}f} s</text>'
-            )
-        return "".join(parts)
-
     def _footnote(self) -> str:
         if not self.span_count:
             return "no spans in this window"
-        some = f"{self.fused:,} span{'s are' if self.fused > 1 else ' is'}"
-        return f"{some} too short to draw one by one" if self.fused else ""
+        some = f"{self.fused:,} span{'s are' if self.fused > 1 else ' is'} too short to draw one by one"
+        folded = [float(length_s) for one in self.sections for length_s in one.folding.end_s - one.folding.start_s]
+        places = f"{len(folded)} break{'s' if len(folded) > 1 else ''}"
+        left_out = f"the axis is folded: {places}, {seconds_text(sum(folded))} in which nothing was called"
+        return "; ".join([*([some] if self.fused else []), *([left_out] if folded else [])])
 
     def _legend(self) -> tuple[str, float]:
         columns, rows = self.spans.columns, np.concatenate([*self._rows, np.empty(0, int)]).astype(int)
@@ -219,13 +223,14 @@ class Drawing:
 
     def drawn_s(self, section: Section) -> tuple[float, float]:
         """Which times of a section are drawn."""
-        return section.start_s + self.drawn_from_s, min(section.start_s + self.drawn_to_s, section.end_s)
+        from_s, to_s = (section.folding.time(edge_s) for edge_s in (self.drawn_from_s, self.drawn_to_s))
+        return section.start_s + from_s, min(section.start_s + to_s, section.end_s)
 
     def _gap_edges(self, section: Section) -> tuple[NDArray[Any], NDArray[Any]]:
         """Left and right edge of every gap; one that is not drawn has no width."""
         drawn_s = self.drawn_s(section)
         left, right = (
-            self.x(np.clip(time, *drawn_s) - section.start_s) for time in (self.gaps.start_s, self.gaps.end_s)
+            self.x(section, np.clip(time, *drawn_s) - section.start_s) for time in (self.gaps.start_s, self.gaps.end_s)
         )
         return left, right
 
@@ -281,7 +286,7 @@ class _Bars:
         self.lane, self.sublane = columns["lane"][rows], columns["sublane"][rows]
         self.level = np.where(columns["kind"][rows] == QUEUE, 3, columns["depth"][rows])
         start_s, end_s = (np.clip(columns[name][rows], *drawn_s) for name in ("start_s", "end_s"))
-        self.left, self.right = drawing.x(start_s - section.start_s), drawing.x(end_s - section.start_s)
+        self.left, self.right = (drawing.x(section, times_s - section.start_s) for times_s in (start_s, end_s))
         width = self.right - self.left
         # a short stage has a bar too, so that it can be pointed at, unless there are very many
         stage = (self.level == 0) & ((self.level == 0).sum() < drawing.plot)
@@ -303,6 +308,11 @@ class _Bars:
             wide = mine[~self.narrow[mine]]
             for n in (wide[np.argsort(-self.right[wide], kind="stable")] if level == 3 else wide).tolist():
                 parts.append(self._bar(n, y + LANE * int(self.sublane[n])))
+        hits = here[np.isin(self.rows[here], self.drawing.hits)] if len(self.drawing.hits) else here[:0]
+        for sublane in np.unique(self.sublane[hits]).tolist():
+            mine = hits[self.sublane[hits] == sublane]
+            path = strokes(*fused(self.left[mine], self.right[mine]), y + LANE * sublane - 3, HIT)
+            parts.append(f'<path class="hit" {path} stroke="currentColor"/>')
         return "".join(parts)
 
     def _fused(self, which: NDArray[np.intp], level: int, y: float) -> list[str]:
@@ -351,9 +361,3 @@ class _Bars:
         place = f'x="{left + 4:.1f}"' if name else f'x="{left + width / 2:.1f}" text-anchor="middle"'
         y = top + (BAR - STRIP) / 2 + 4
         return f'<text {place} y="{y:.1f}" font-size="11" fill="{style.ink}" pointer-events="none">{told}</text>'
-
-
-def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5 x 10^k that is at least `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from workbench.display.html import bytes_text, svg
+from workbench.display.html import bytes_text, folded, numbers_table, svg
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CELL, LEFT, TOP, CHARACTER = 44, 12, 28, 6.6
 FLOW_FILLS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # Okabe and Ito
+MOST_PAIRS = 200  # of the table
 FILL = "#0072b2"  # Okabe and Ito's blue; its opacity shows how many bytes
 
 
@@ -48,7 +49,18 @@ class Traffic:
         return f"<Traffic of {self.what}: {bytes_text(self.total_bytes)}, {pairs} pairs>"[:79]
 
     def _repr_html_(self) -> str:
-        return f'<div style="color:inherit">{self.svg}<div style="font-size:12px">{escape(self.figures)}</div></div>'
+        return self.with_figures(self.svg)
+
+    def with_figures(self, picture: str) -> str:
+        """A picture of it with its figures under it, and the pairs as a table."""
+        rows = [
+            [pair["source"], pair["destination"], bytes_text(pair["moved_bytes"])]
+            for pair in self.frame().to_dict("records")
+        ]
+        cut = f", the {MOST_PAIRS} largest of {len(rows)}" if len(rows) > MOST_PAIRS else ""
+        pairs = numbers_table(["from", "to", "bytes"], rows[:MOST_PAIRS], caption=f"{self.what}{cut}")
+        told = f'<div style="font-size:12px">{escape(self.figures)}</div>'
+        return f'<div style="color:inherit">{picture}{told}{folded("The pairs as a table", pairs)}</div>'
 
     @property
     def svg(self) -> str:
@@ -137,9 +149,7 @@ def flow(shown: Traffic, *, alone: bool = False) -> str:
     height = max([FLOW_HEIGHT, *(y + 10 for tops in reached.values() for y in tops.values())])
     label = f"flow of {shown.what} from {len(sources)} to {len(destinations)} processes"
     picture = svg("".join(parts), right + tail, height, label)
-    if alone:
-        return picture
-    return f'<div style="color:inherit">{picture}<div style="font-size:12px">{escape(shown.figures)}</div></div>'
+    return picture if alone else shown.with_figures(picture)
 
 
 def _matrix(shown: Traffic) -> str:

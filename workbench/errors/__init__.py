@@ -53,7 +53,9 @@ class WorkbenchError(Exception):
         self.value, self.rule, self.remedy = value, rule, remedy
 
     def __str__(self) -> str:
-        return " ".join(part.rstrip(".") + "." for part in (self.value, self.rule, self.remedy) if part)
+        parts = (part for part in (self.value, self.rule, self.remedy) if part)
+        # a part that ends with a newline ends with code
+        return " ".join(part[:-1] if part.endswith("\n") else part.rstrip(".") + "." for part in parts)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it, in place of a traceback through our code."""
@@ -80,6 +82,12 @@ class UnknownColumn(WorkbenchError, KeyError):
 
 class MissingDependency(WorkbenchError, ImportError):
     """A package that the chosen engine or option needs is not installed."""
+
+    @classmethod
+    def of(cls, package: str, rule: str, extra: str, instead: str = "") -> MissingDependency:
+        """For a package of one of this project's extras. instead: what does without it."""
+        install = f"pip install -e '.[{extra}]' in the checkout"
+        return cls(f"{package} is not installed", rule, f"{install}, or use {instead}" if instead else install)
 
 
 class ModelUnavailable(WorkbenchError, OSError):

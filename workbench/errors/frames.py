@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from workbench.errors.plain_text import plain_text
+from workbench.errors.plain_text import said
 
 OURS = f"{Path(__file__).resolve().parents[1]}/"
 # from a call of a host to the worker's method, and from there to a function of the user's
@@ -62,8 +62,8 @@ class Raised:
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
         """As Python writes it, without a heading."""
-        said = f"{self.kind}: {self.message}" if self.message else self.kind
-        return [line for frame in self.frames for line in frame.lines(cells)] + said.splitlines()
+        line = f"{self.kind}: {self.message}" if self.message else self.kind
+        return [line for frame in self.frames for line in frame.lines(cells)] + line.splitlines()
 
 
 class RaisedElsewhere(Exception):
@@ -86,7 +86,7 @@ def chain_of(error: BaseException) -> tuple[Raised, ...]:
         if isinstance(step, RaisedElsewhere):
             return (*step.chain, *reversed(found))
         frames = tuple(_shown(traceback.extract_tb(step.__traceback__)))
-        found.append(Raised(type(step).__name__, plain_text(str(step)), frames))
+        found.append(Raised(type(step).__name__, said(step), frames))
         step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
     return tuple(reversed(found))
 

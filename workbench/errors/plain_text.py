@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _SEQUENCES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, moves of the cursor
@@ -25,3 +26,24 @@ def plain_text(text: str, characters: int = 2000) -> str:
 def escaped(text: str) -> str:
     """A text with its control characters, other than tab and newline, as Python writes them."""
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shown(value: Any, characters: int = 60) -> str:
+    """The beginning of a value's `repr` as plain text, or its class where that raises, or has several lines."""
+    try:
+        text = str.__str__(repr(value))  # of a subclass of str: the text alone
+    except KeyboardInterrupt:  # the stop button
+        raise
+    except BaseException:  # that of any class
+        text = "\n"
+    return plain_text(text[:characters]) if "\n" not in text else f"<{type(value).__name__}>"
+
+
+def said(error: BaseException, characters: int = 2000) -> str:
+    """What an exception says, as plain text; that it says nothing where its `str` raises."""
+    try:
+        return plain_text(str.__str__(str(error)), characters)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as second:
+        return f"(its message cannot be read: {type(second).__name__})"

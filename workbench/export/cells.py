@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.support.files import path_of, read_json
-from workbench.support.rules import shown
 
 JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
 
@@ -17,7 +17,7 @@ JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole 
 @dataclass(frozen=True)
 class Cell:
     """number: on the page, from 1, counting all cells; 0 for one that the page no longer has. count: n of `In [n]`;
-    None where it was not run. id: what the file keeps; "" in old files."""
+    None where it was not run. id: what the file keeps; "" in old files. by: what ran it, where that was no cell."""
 
     number: int
     text: str
@@ -25,8 +25,11 @@ class Cell:
     id: str = ""
     tags: frozenset[str] = frozenset()
     count: int | None = None
+    by: str = ""
 
     def __str__(self) -> str:
+        if self.by:
+            return self.by
         place = f"cell {self.number}" if self.number else "a deleted cell"
         return f"{place} (In [{self.count}])" if self.count else place
 

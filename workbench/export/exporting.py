@@ -10,14 +10,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from workbench.errors import BadInput, WorkbenchError
-from workbench.errors.plain_text import escaped
+from workbench.errors.plain_text import escaped, plain_text
 from workbench.export.cells import Cell
 from workbench.export.loops import Repeat, Step, found_repeats
 from workbench.export.moves import fold_moves, opening_of
-from workbench.export.parameters import TAGS, Parameter, take_parameters
-from workbench.export.program import program, repeat_name
+from workbench.export.parameters import TAGS, Parameter, possible_parameters, take_parameters
+from workbench.export.program import LINE_LENGTH, program, repeat_name
 from workbench.export.selection import Selection, select
 from workbench.export.statements import Statement, statements_of
+from workbench.export.syntax import left_out
 from workbench.support.secrets import secrets_in
 
 SKIPPED = "skip-export"
@@ -32,6 +33,10 @@ class Script:
     text: str
     told: tuple[str, ...] = ()
     parameters: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        # a record, and a notebook, may come from a stranger: one line each, and nothing that a terminal obeys
+        object.__setattr__(self, "told", tuple(plain_text(" ".join(line.splitlines())) for line in self.told))
 
 
 @contextlib.contextmanager
@@ -58,13 +63,15 @@ def script_of(
     loops: bool = False,
     moves: str = "opening",
     placements: Mapping[str, str] | None = None,
+    missing: Sequence[str] = (),
 ) -> Script:
     """A program of the cells, in their order.
 
     used: keep only what results of the run depend on. parameters: names of assignments that become options, beside
     those of cells tagged `parameters`. loops: write lines that are repeated as a loop; how often becomes an
     option. moves: "opening": a workbench that was moved opens where it ended; "steps": the moves stay.
-    placements: name of a workbench -> where it ended, as an expression, where that was recorded.
+    placements: name of a workbench -> where it ended, as an expression, where that was recorded. missing: what the
+    notebook did and no cell says, a sentence each: they stand in the script's head.
 
     Raises `BadInput` that names the cell for what cannot be in a script.
     """
@@ -75,11 +82,13 @@ def script_of(
         )
     statements = [statement for cell in code for statement in statements_of(cell)]
     options, statements = take_parameters(statements, parameters)
+    tagged = bool(options)
     names = [option.name for option in options]
     selection = select(statements, names, used=used)
-    told: list[str] = []
+    told = list(missing)
     if moves == "opening":
-        folded, told = fold_moves(statements, selection.kept, placements or {})
+        folded, said = fold_moves(statements, selection.kept, placements or {})
+        told += said
         selection = select(folded, names, used=used)
     steps: list[Step] = []
     for step in found_repeats(selection.kept):
@@ -99,9 +108,46 @@ def script_of(
         if (opening := opening_of(statement)) and "if_exists='replace'" in ast.unparse(opening)
     ]
     text = program(_title(cells), options, steps, selection.bound, _explanations(cells, selection))
+    for cell in code:
+        lines = [ast.unparse(one.node).replace("\n    ", " ") for one in selection.kept if one.cell is cell and cell.by]
+        told += [f"{cell}: `{'; '.join(lines)}` is in the script, and in no cell"] * bool(lines)
+    told += [f"{cell}: {said}" for cell in code for said in left_out(cell)]
+    if not tagged and (possible := possible_parameters(selection.kept)):
+        text = _with_head(text, _hint_in_script(possible))
+        told.append(_hint(possible))
+    for line in reversed(missing):
+        text = _with_head(text, plain_text(f"Not in this script: {' '.join(line.split())}."))
     compile(text, "script", "exec")
     told += _secrets_told(cells, text)
     return Script(text, tuple(told), tuple(option.name for option in options))
+
+
+def _hint(possible: Sequence[Statement]) -> str:
+    """How the script comes to options of its own."""
+    names = [name for statement in possible for name in sorted(statement.names.binds)]
+    cells = ", ".join(dict.fromkeys(str(statement.cell) for statement in possible))
+    return (
+        f"no cell is tagged `parameters`, so the script has no options of its own. {', '.join(names)} ({cells}) become "
+        f"options where their cell has that tag, or by `--parameters {' '.join(names)}`"
+    )
+
+
+def _hint_in_script(possible: Sequence[Statement]) -> str:
+    """What could be options of the script, for its reader."""
+    names = ", ".join(name for statement in possible for name in sorted(statement.names.binds))
+    return (
+        f"This script has no options of its own. {names} become options where their cell in the notebook has the tag "
+        "`parameters`; or name them: `wb export NOTEBOOK --parameters NAME ...`."
+    )
+
+
+def _with_head(script: str, told: str) -> str:
+    """The script with a comment in its head."""
+    comment = textwrap.wrap(told, LINE_LENGTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+    lines, first = script.split("\n"), ast.parse(script).body[0]
+    docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    end = (first.end_lineno or 0) if docstring else 0
+    return "\n".join([*lines[:end], *[""] * docstring, *comment, *[""] * (not docstring), *lines[end:]])
 
 
 def _secrets_told(cells: Sequence[Cell], text: str) -> list[str]:

@@ -11,12 +11,14 @@ from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.export.cells import Notebook, read_notebook
 from workbench.export.exporting import Script, script_of
-from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
+from workbench.export.recorded import Record, as_run, as_written, doubts, find_record, read_record
+from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED, path_of, write_bytes
 
 Order = Literal["written", "run"]
 
 
+@checked_call("export_notebook")
 @stoppable("the export", ("the script is written as a whole, or not at all", "the same call again writes it"))
 def export_notebook(
     notebook: str | os.PathLike[str],
@@ -38,9 +40,6 @@ def export_notebook(
     `Script.told` names what the reader should know: cells that were edited after they were run, out of order, stale, or
     not on the page any more; moves and repeats. Raises `BadInput` that names the cell for what cannot be in a script.
     """
-    for name, value, known in (("order", order, ("written", "run")), ("moves", moves, ("opening", "steps"))):
-        if value not in known:
-            raise BadInput(f"{name}={value!r}", f"it is one of {', '.join(map(repr, known))}")
     path = path_of(notebook, "notebook")
     page = read_notebook(path)
     output = None if output is None else path_of(output, "output")
@@ -52,22 +51,25 @@ def export_notebook(
             raise BadInput(
                 str(folder), "a run folder has events.jsonl", "give runs/NAME/DATE, as `lab.run_folder` says"
             )
-    record = read_record(folders) if folders else None
+    record = read_record(folders) if folders else Record((), {})
+    told: list[str] = []
+    missing = [*record.settings, *(record.lost if order == "run" else ())]
     script = script_of(
-        as_run(page, record or Record((), {})) if order == "run" else page.cells,
+        as_run(page, record, missing) if order == "run" else as_written(page, record, missing, told),
         used=used,
         parameters=parameters,
         loops=loops,
         moves=moves,
-        placements=record.placements if record is not None else None,
+        placements=record.placements,
+        missing=missing,
     )
-    script = replace(script, told=(*_doubts(page, record, order), *script.told))
+    script = replace(script, told=(*_doubts(page, record, order), *told, *script.told))
     if output is not None:
         write_bytes(output, script.text.encode(), mode=SHARED)
     return script
 
 
-def _doubts(page: Notebook, record: Record | None, order: Order) -> list[str]:
+def _doubts(page: Notebook, record: Record, order: Order) -> list[str]:
     """In the order of the run nothing is out of order, and what left the page is there."""
     told = doubts(page, record)
     return told if order == "written" else [line for line in told if "error" in line or "not run" in line]

@@ -10,11 +10,12 @@ import ast
 import builtins
 from collections.abc import Iterable, Mapping
 
-# What may be called in a value: none of it calls what it is given.
+# What may be called in a value: none of it calls what it is given, but for `Training`, which tries a schedule.
 MAKERS = {
     "builtins.staticmethod", "dataclasses.field", "functools.partial", "typing.TypeVar",
-    *(f"workbench.{name}" for name in ("Correction", "Generation", "Layout", "LoRA", "Model", "Precision")),
-    "workbench.Sampling", "workbench.Training",
+    *(f"workbench.{name}" for name in ("ClipCov", "Correction", "Generation", "KLCov", "Layout", "LoRA", "Model")),
+    "workbench.Context",
+    "workbench.Precision", "workbench.Sampling", "workbench.Training",
 }  # fmt: skip
 # What may decorate as it is. A function has at most one of `BINDING`: reading a `classmethod` of a `property` runs it.
 BINDING = {"builtins.classmethod", "builtins.property", "builtins.staticmethod", "functools.cached_property"}
@@ -165,7 +166,7 @@ class _Scope:
         if isinstance(node, ast.Attribute):  # one of the notebook's own may be a property of the class
             return not self.origin(node).startswith(".") and bool(self.origin(node))
         if isinstance(node, ast.Call):
-            if self.origin(node.func) not in MAKERS:
+            if self.origin(node.func) not in MAKERS or self._tries_schedule(node):
                 return False
             return all(map(self.value, (*node.args, *(keyword.value for keyword in node.keywords))))
         if isinstance(node, ast.Subscript):  # of a type: `list[int]`, `Mapping[str, int]`
@@ -176,6 +177,14 @@ class _Scope:
             numbers = isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant)
             return numbers or (isinstance(node.op, ast.BitOr) and self.value(node.left) and self.value(node.right))
         return isinstance(node, LITERALS) and all(map(self.value, ast.iter_child_nodes(node)))
+
+    def _tries_schedule(self, call: ast.Call) -> bool:
+        """Whether it makes a `Training` that may have a function as its schedule, of which it takes the first steps."""
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
+        schedule = named.get("schedule", ast.Constant("constant"))
+        return self.origin(call.func) == "workbench.Training" and not (
+            isinstance(schedule, ast.Constant) and None not in named and not call.args
+        )
 
     def origin(self, node: ast.AST) -> str:
         """The dotted name of what `a.b.c` means: as imported, `builtins.x`, or `.x` of the notebook; else "", as for

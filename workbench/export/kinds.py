@@ -16,8 +16,8 @@ from workbench.export.statements import at_margin
 
 # Of the workbench and its parts: these give a frame.
 FRAMES = {
-    "batches", "by_device", "df", "events", "frame", "lineage", "memory", "metrics", "peek", "run", "runs", "spans",
-    "sync_plans", "syncs", "topology", "transfers",
+    "batches", "by_device", "changes", "df", "events", "frame", "ledger", "lineage", "memory", "metrics", "peek", "run",
+    "runs", "spans", "sync_plans", "syncs", "topology", "transfers",
 }  # fmt: skip
 ITEMS = {"get", "item", "squeeze", "xs"}  # methods of frames that give a column of it, or an item of a column
 CONTAINERS = {"dict", "list", "set", "sorted", "str", "tuple"}
@@ -200,9 +200,10 @@ class Kinds:
 
 # Of a workbench, its batches, groups and algorithms: they answer, and change nothing. A test holds them to the classes.
 LAB_LOOKS = {
-    "batch", "batches", "devices", "df", "diff", "estimate", "export", "fetch", "graph", "lineage", "logs",
-    "memory", "metrics", "open_runs", "panel", "peek", "read_memory", "runs", "select", "spans", "sync_plans",
-    "syncs", "tensordict", "timeline", "topology", "traffic", "transfers", "weight_digests",
+    "arguments", "batch", "batches", "changes", "devices", "df", "diff", "disagreements", "estimate", "events",
+    "export", "failed", "fetch", "graph", "groups", "ledger", "lineage", "logs", "may_start", "memory", "metrics",
+    "open_runs", "panel", "peek", "read_memory", "runs", "select", "spans", "strip", "sync_plans", "syncs",
+    "tensordict", "timeline", "topology", "traffic", "transfers", "weight_digests",
 }  # fmt: skip
 
 

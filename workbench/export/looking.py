@@ -46,11 +46,16 @@ CHANGES = re.compile(
     "seed|set(?!_index|_axis)|shuffle|sort$|starmap|to_(?!dict|list|numpy|string)|transform$|truncate|update|vectorize|"
     "write"
 )
-# What gives a thing of its own, which nothing else holds.
+# Methods of frames in `CHANGES` that change nothing: those that make another frame, and those that call a function.
+FRAME_MAKES = {"drop", "join", "replace"}
+APPLIES = {"apply", "map", "transform"}
+# What gives a thing of its own, which nothing else holds; `MAKE_ROWS` as methods of the workbench and its parts.
+MAKE_ROWS = {"batches", "df", "events", "failed", "lineage", "peek", "run", "runs"}
 MAKE_ANEW = {
     "Counter", "DataFrame", "copy", "defaultdict", "len", "metrics", "round", "spans", "sum", "topology", "transfers",
 }  # fmt: skip
 MAKE_FRAMES = {"from_dict", "from_records"}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 MODULES = (Kind.MODULE, Kind.PANDAS, Kind.NUMPY)
 PLAIN_DECORATORS = {"staticmethod", "classmethod", "property"}
 
@@ -59,14 +64,16 @@ class Looking:
     """Judges the statements of one notebook, in order, and remembers what their names mean.
 
     modules: name -> the top module that it was imported from. drawn: names that hold pictures, and functions that only
-    show; printing: functions that only print. defined: functions and classes of the notebook. kinds: what names
-    hold. streams: names of what can be read once and is read again, so that
+    show; printing: functions that only print. defined: functions and classes of the notebook; methods: of its classes.
+    kinds: what names hold. streams: names of what can be read once and is read again, so that
     looking at it takes it away.
     """
 
     def __init__(self, statements: Sequence[Statement]) -> None:
         self.modules: dict[str, str] = {}
         self.defined: set[str] = set()
+        classes = [node for s in statements for node in ast.walk(s.node) if isinstance(node, ast.ClassDef)]
+        self.methods = {one.name for node in classes for one in node.body if isinstance(one, FUNCTIONS)}
         self.printing = {"print"}
         for statement in statements:
             node = statement.node
@@ -122,10 +129,11 @@ class Looking:
             if node.value is None:
                 return Purpose.VALUE
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            stores = [one for target in targets for one in ast.walk(target) if isinstance(one, IN_PLACE)]
+            parts = [one for target in targets for one in ast.walk(target) if isinstance(one, IN_PLACE)]
+            stores = [one for one in parts if isinstance(one.ctx, ast.Store)]
             if any(map(self._outside, stores)) or (isinstance(node, ast.AugAssign) and self._outside(node.target)):
                 return Purpose.EFFECT
-            if not self.looks(node.value):
+            if not all(map(self.looks, [*targets, node.value])):
                 return Purpose.EFFECT
             return Purpose.LOOK if self._draws(node.value) else Purpose.VALUE
         if isinstance(node, ast.For | ast.If | ast.While | ast.With | ast.Try):
@@ -134,8 +142,11 @@ class Looking:
 
     def _outside(self, target: ast.AST) -> bool:
         """Whether a change in place may reach what others hold: all but `name[...] = ` and `name += ` of what the
-        notebook itself has made, under that name."""
+        notebook itself has made, under that name, and of frames `name.loc[...] = ` and `name.columns = `."""
         inner = target.value if isinstance(target, ast.Subscript) else target
+        if isinstance(inner, ast.Attribute) and self.kinds.of(inner.value) is Kind.FRAME:
+            indexed = isinstance(target, ast.Subscript)
+            inner = inner.value if inner.attr in (("loc", "iloc", "at", "iat") if indexed else ("columns",)) else inner
         return not (isinstance(inner, ast.Name) and inner.id in self.owned)
 
     def _of_block(self, node: ast.stmt) -> Purpose:
@@ -203,7 +214,8 @@ class Looking:
             return called.attr in LAB_LOOKS | _placement_methods()
         if kind is Kind.PLAIN:
             return called.attr in frame_looks() & container_methods()
-        return kind in DATA and called.attr in frame_looks() | MAKE_FRAMES
+        makes = kind is Kind.FRAME and called.attr in FRAME_MAKES
+        return kind in DATA and (makes or called.attr in frame_looks() | MAKE_FRAMES or self._applies_purely(call))
 
     def _is_pure(self, name: str) -> bool:
         """Whether a name is that of a builtin function that changes nothing."""
@@ -218,7 +230,7 @@ class Looking:
             called += call.args[:1]
         for one in given:
             if isinstance(one, ast.Lambda):
-                if any(isinstance(node, ast.Call) for node in ast.walk(one)):
+                if self._lambda_may_act(one):
                     return True
             elif isinstance(one, ast.Name):
                 if one.id in self.defined or (one in called and not self._is_pure(one.id)):
@@ -227,11 +239,35 @@ class Looking:
                 return True
         return False
 
+    def _lambda_may_act(self, function: ast.Lambda) -> bool:
+        """Whether a lambda may do more than call builtins that change nothing."""
+        inner = list(ast.walk(function))
+        own = {one.arg for one in inner if isinstance(one, ast.arg)}
+        own |= {one.id for one in inner if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        calls = [one for one in inner if isinstance(one, ast.Call)]
+        named = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
+        only_named = all(isinstance(one.func, ast.Name) for one in calls)
+        pure = only_named and not named & own and all(map(self._is_pure, named))
+        return not pure or not self.looks(function.body)
+
+    def _applies_purely(self, call: ast.Call) -> bool:
+        """Whether it is `frame.map(len)`, `frame.map(lambda row: len(row))` or `frame.transform("mean")`: it calls what
+        changes nothing."""
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr in APPLIES and len(call.args) == 1):
+            return False
+        applied = call.args[0]
+        if isinstance(applied, ast.Constant):
+            return applied.value in frame_looks()
+        return isinstance(applied, ast.Lambda) or (isinstance(applied, ast.Name) and self._is_pure(applied.id))
+
     def working_part(self, node: ast.expr) -> ast.expr:
         """Of `mine.run(2)[columns].head()`, which does something and then shows some of it, what does it."""
         while True:
             inner: ast.expr | None = None
-            if isinstance(node, ast.Subscript | ast.Attribute):
+            if isinstance(node, ast.Tuple | ast.List):
+                working = [one for one in node.elts if not self.looks(one)]
+                inner = working[0] if len(working) == 1 else None
+            elif isinstance(node, ast.Subscript | ast.Attribute):
                 inner = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._harmless(node):
                 inner = node.func.value
@@ -285,14 +321,18 @@ def _owned(statements: Sequence[Statement], kinds: Kinds) -> set[str]:
 
 def _is_new(value: ast.expr | None, kinds: Kinds) -> bool:
     """Whether an expression gives a thing of its own, which nothing else holds."""
+    if isinstance(value, ast.Subscript):  # pandas copies on write
+        return kinds.of(value) is Kind.FRAME and kinds.of(value.value) is Kind.FRAME
     if not isinstance(value, ast.Call):
         return isinstance(value, ast.Dict | ast.List | ast.Set | ast.Constant | ast.ListComp | ast.DictComp | ast.BinOp)
     if isinstance(value.func, ast.Name):
         return isinstance(getattr(builtins, value.func.id, None), type) or value.func.id in MAKE_ANEW
     if not isinstance(value.func, ast.Attribute) or kinds.of(value.func.value) in (Kind.UNKNOWN, Kind.PLAIN):
         return isinstance(value.func, ast.Attribute) and value.func.attr == "copy"
+    receiver = kinds.of(value.func.value)
     alone = value.func.attr in _frames_alone() and kinds.of(value) in DATA
-    return alone or value.func.attr in MAKE_ANEW
+    alone |= receiver is Kind.FRAME and value.func.attr in FRAME_MAKES
+    return alone or value.func.attr in MAKE_ANEW or (receiver is Kind.OURS and value.func.attr in MAKE_ROWS)
 
 
 def _is_stream(node: ast.stmt, makers: set[str]) -> bool:
@@ -323,7 +363,7 @@ def frame_looks() -> set[str]:
     from pandas import DataFrame, Series
     from pandas.api.typing import DataFrameGroupBy, SeriesGroupBy
 
-    kinds = (DataFrame, Series, DataFrameGroupBy, SeriesGroupBy, DataFrame.plot)
+    kinds = (DataFrame, Series, DataFrameGroupBy, SeriesGroupBy, DataFrame.plot, type(Series([""]).str))
     return {name for name in methods(*kinds) if not CHANGES.match(name)}
 
 

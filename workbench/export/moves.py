@@ -35,7 +35,7 @@ def fold_moves(
         given = {keyword.arg for keyword in opening.keywords}
         if "placement" not in given and None in given:
             target, reason, known = "", "what `wb.open` is given stands in a dict", None
-        elif sum(name in s.names.binds for s in statements) > 1:
+        elif sum(name in s.names.binds and not _attaches(s, _title(opening)) for s in statements) > 1:
             target, reason, known = "", f"{name!r} is made more than once", None
         elif not all(_is_whole(s, name) for s in moves):
             target, reason, known = "", "they stand inside of other lines", None
@@ -60,6 +60,13 @@ def opening_of(statement: Statement) -> ast.Call | None:
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "open"):
         return None
     return call if root(call) in WORKBENCH else None
+
+
+def _attaches(statement: Statement, title: str) -> bool:
+    """Whether it is `lab = wb.attach(title)`: in the script's one process, that gives what was opened."""
+    call = statement.node.value if isinstance(statement.node, ast.Assign) else None
+    named = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "attach"
+    return named and isinstance(call, ast.Call) and root(call) in WORKBENCH and _title(call) == title
 
 
 def _title(call: ast.Call) -> str:

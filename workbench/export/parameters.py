@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,14 @@ def take_parameters(
             there = sorted(p.name for s in statements if (p := _parameter(s)) is not None)
             raise BadInput(f"parameter {name!r}", rule, f"there are {', '.join(there) or 'none'}")
     return list(found.values()), left
+
+
+def possible_parameters(statements: Sequence[Statement]) -> list[Statement]:
+    """Assignments of a script that could be its options: of a plain value, to a name that nothing else changes."""
+    bound = Counter(name for statement in statements for name in statement.names.binds)
+    changed = {name for statement in statements for name in statement.names.changes | statement.names.rebinds}
+    found = [(statement, parameter) for statement in statements if (parameter := _parameter(statement)) is not None]
+    return [statement for statement, one in found if bound[one.name] == 1 and one.name not in changed]
 
 
 def _parameter(statement: Statement) -> Parameter | None:

@@ -49,11 +49,15 @@ def program(
     future = [line for line in head if line.startswith("from __future__")]
     blocks = [_docstring(docstring), "\n".join([*future, *(line for line in head if line not in future)])]
     written: set[str] = set()
+    constant = False  # constants stand together
     for statement in above.values():
-        text = statement.text.strip("\n")
-        if text not in written:
-            blocks.append(_explained(statement, explained) + text)
+        text, told = statement.text.strip("\n"), _explained(statement, explained)
+        if text not in written and constant and not statement.is_definition and not told:
+            blocks[-1] += f"\n{text}"
+        elif text not in written:
+            blocks.append(told + text)
         written.add(text)
+        constant = not statement.is_definition
     is_async = any(_awaits(step) for step in within)
     blocks.append(_main(main, parameters, within, local, explained, is_async, statements))
     blocks.append(f'if __name__ == "__main__":\n    {workbench}.script.run({main})')

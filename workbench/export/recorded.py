@@ -3,18 +3,25 @@ execution numbers."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from workbench.algorithms.recorded_calls import EVENT as ALGORITHM
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.export.cells import Cell, Notebook
+from workbench.export.interrupted import done_of
+from workbench.export.made_calls import Made, MadeCall, expression, position_of, resumed_later, written
 from workbench.export.statements import Statement, statements_of
+from workbench.export.syntax import python_of
 from workbench.session.cell_history import RunCell
+from workbench.stages.live_settings import EVENT
 from workbench.support.secrets import MASK, masked
 from workbench.telemetry.store import TelemetryStore
 
@@ -23,10 +30,17 @@ ASIDE = "skip-export"
 
 @dataclass(frozen=True)
 class Record:
-    """runs: cells in the order in which they were run. placements: name of a workbench -> where it ended."""
+    """runs: cells in the order in which they were run. placements: name of a workbench -> where it ended. settings:
+    those that no cell changed, but a panel: a sentence for each. made: by the place of a cell in `runs`, what was
+    called in it. elsewhere: what no cell called, but a panel, with the place of the cell that had ended before, and
+    whether its workbench was opened anew since. lost: cells without an end, a sentence for each."""
 
     runs: tuple[RunCell, ...]
     placements: dict[str, str]
+    settings: tuple[str, ...] = ()
+    made: Mapping[int, Made] = field(default_factory=dict)
+    elsewhere: tuple[tuple[int, MadeCall, bool], ...] = ()
+    lost: tuple[str, ...] = ()
 
     def run_of(self, cell: Cell) -> list[RunCell]:
         """The times that a cell of the page was run: by its id, else by its text."""
@@ -48,50 +62,79 @@ def read_record(folders: Iterable[Path]) -> Record:
     """The record in run folders of one notebook's workbenches, earliest first. placements: of those that were moved."""
     runs: dict[tuple[str, int, str], RunCell] = {}
     placements: dict[str, str] = {}
+    settings: list[str] = []
+    made: dict[tuple[str, int, str], Made] = {}
+    elsewhere: list[tuple[tuple[str, int, str] | None, MadeCall, str, int]] = []
+    opened: dict[str, int] = {}
+    lost: list[str] = []
+    everything: list[MadeCall] = []
     for folder in folders:
-        name = ""
+        name, last, open_cells = "", None, dict[int, Made]()
         for kind, details in _events(folder):
             if kind == "cell":
                 try:
-                    run = RunCell(**{"masked": MASK in details["text"], **details})
-                    hash((run.kernel, run.number, run.text))
+                    failed = position_of(details.get("failed"))
+                    run = RunCell(**{"masked": MASK in details["text"], **details, "failed": failed})
+                    hash(key := (run.kernel, run.number, run.text))
                 except (KeyError, TypeError):  # a damaged line
                     continue
+                last = key
                 before = runs.get((run.kernel, run.number, run.text))
                 runs[run.kernel, run.number, run.text] = before if before is not None and before.id else run
+                made.setdefault(last, Made()).add(open_cells.pop(run.number, Made()))
+            elif kind == EVENT and details.get("by"):
+                settings.append(
+                    f"{details.get('setting')!s:.80} was set to {shown(details.get('after'))} "
+                    f"by {details['by']!s:.20}, "
+                    f"after iteration {details.get('iteration')!s:.9} began: no cell does that, nor the script; "
+                    "write it into a cell"
+                )
+            elif kind == "run" and isinstance(details.get("cell"), int) and details["cell"]:
+                at = position_of(details.get("at"))
+                open_cells.setdefault(details["cell"], Made()).stages.append((at, str(details.get("stage", ""))))
             elif kind in ("opened", "attached"):
                 name = str(details.get("name", ""))
+                lost += [_lost(number, one) for number, one in open_cells.items()]
+                open_cells.clear()
                 if kind == "opened":
+                    opened[name] = opened.get(name, 0) + 1
                     placements.pop(name, None)
             elif kind == "move" and name:
                 placements.pop(name, None)
-                if (expression := _expression(str(details.get("placement")))) is not None:
-                    placements[name] = expression
-    return Record(tuple(runs.values()), placements)
+                if (target := expression(str(details.get("placement")))) is not None:
+                    placements[name] = target
+            if kind == ALGORITHM or (kind == "move" and "cell" in details):
+                call = MadeCall.of(kind, details)
+                everything.append(call)
+                if isinstance(details.get("cell"), int) and details["cell"]:
+                    open_cells.setdefault(details["cell"], Made()).calls.append(call)
+                else:
+                    elsewhere.append((last, call, name, opened.get(name, 0)))
+    later = resumed_later(everything)
+    for one in made.values():
+        one.calls[:] = [later.get(id(call), call) for call in one.calls]
+    places = {key: place for place, key in enumerate(runs)}
+    return Record(
+        tuple(runs.values()), placements, tuple(settings), {places[key]: one for key, one in made.items()},
+        tuple((-1 if key is None else places[key], later.get(id(call), call), opened.get(name, 0) > times)
+              for key, call, name, times in elsewhere),
+        tuple(lost),
+    )  # fmt: skip
+
+
+def _lost(number: int, made: Made) -> str:
+    """Of a cell that was under way when its kernel ended: it is not among those that were run."""
+    stages = Counter(stage for _, stage in made.stages if stage)
+    called = ", ".join(f"{name:.60} {count} times" for name, count in stages.items())
+    return (
+        f"In [{number}] was under way when its kernel ended, and its text is not in the record. It called "
+        f"{called or 'no stage'}: a script in the order of the run does not"
+    )
 
 
 def _events(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     frame = TelemetryStore(folder).events()
     return list(zip(frame["event"], frame["details"], strict=True))
-
-
-def _expression(placement: str) -> str | None:
-    """A recorded placement as a script writes it; None for another text: a record may come from a stranger."""
-    try:
-        tree = ast.parse(placement, mode="eval")
-    except (SyntaxError, ValueError):
-        return None
-    allowed = ast.Expression | ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.Load
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            if ast.unparse(node.func) not in ("Placement.of", "Layout"):
-                return None
-        elif isinstance(node, ast.Name | ast.Attribute):
-            if ast.unparse(node) not in ("Placement.of", "Placement", "Layout"):
-                return None
-        elif not isinstance(node, allowed):
-            return None
-    return ast.unparse(tree).replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
 
 
 def find_record(notebook: Notebook, path: Path) -> list[Path]:
@@ -179,9 +222,90 @@ def _names(cell: Cell) -> tuple[set[str], set[str]]:
     return {n for s in statements for n in s.names.binds}, {n for s in statements for n in s.names.uses}
 
 
-def as_run(notebook: Notebook, record: Record) -> list[Cell]:
-    """The cells in the order in which they were run, with the text that they had then; what failed is left out. The
-    page's text comes before the first run of the cell below it."""
+def as_written(notebook: Notebook, record: Record, missing: list[str], told: list[str]) -> list[Cell]:
+    """The cells of the page, and behind each what a panel called after it. A cell that failed and had called nothing,
+    such as a wrong `wb.open`, ends where it failed. told: takes a sentence for each of these."""
+    written = {cell.number: _until_failure(cell, notebook, record, told) for cell in notebook.cells}
+    ends: dict[int, Cell | None] = {}
+    for place, run in enumerate(record.runs):
+        on_page = next((cell for cell in notebook.code if run in record.run_of(cell)), None)
+        ends[place] = written[on_page.number] if on_page is not None else ends.get(place - 1)
+    now = replace(record, elsewhere=tuple(one for one in record.elsewhere if not one[2]))
+    known = {place: cell for place, cell in ends.items() if cell is not None}
+    return with_calls(list(written.values()), now, known, missing)
+
+
+def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[str]) -> Cell:
+    """A cell of the page without what did not run because it failed; whole where it was edited since, where it had
+    called something, or where another cell needs what only the rest makes."""
+    runs = record.run_of(cell) if cell.code and ASIDE not in cell.tags else []
+    if not runs or runs[-1].done or runs[-1].text.strip() != _as_recorded(cell):
+        return cell
+    made = [record.made.get(place, Made()) for place, run in enumerate(record.runs) if run in runs]
+    if any(one.calls or one.stages for one in made):
+        return cell
+    done, rest = "", cell.text
+    if runs[-1].failed is not None:
+        done, _ = done_of(cell, runs[-1].failed, Made())
+        rest = python_of(cell)[len(done) :]
+    cut = replace(cell, text=done)
+    others = [cut, *(other for other in notebook.code if other is not cell and ASIDE not in other.tags)]
+    if _names(cell)[0] & _needed(others) - {name for other in others for name in _names(other)[0]}:
+        return cell
+    first = rest.lstrip("; \n").splitlines()[0]
+    told.append(f"{cell} failed at `{first:.60}`, which is not in the script, nor what comes after it in that cell")
+    return cut
+
+
+def _needed(cells: Sequence[Cell]) -> set[str]:
+    """Names that cells read, in their functions too."""
+    found = set[str]()
+    for cell in cells:
+        with suppress(BadInput):
+            found |= {name for statement in statements_of(cell) for name in statement.names.needs}
+    return found
+
+
+def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], missing: list[str]) -> list[Cell]:
+    """The cells, and what no cell called behind the one that had ended before: ends, by its place in the record. Behind
+    a later one, where that makes the names that it needs. missing: takes a sentence for what cannot be written."""
+    order, made_names = list(cells), dict[str, str]()
+    groups: dict[int, list[MadeCall]] = {}
+    for place, call, _ in record.elsewhere:
+        groups.setdefault(place, []).append(call)
+    behind: dict[int, int] = {}  # by place in the cells, how many were put behind it
+    texts = [*cells]
+    for place, calls in groups.items():
+        after = next((ends[n] for n in range(place, -1, -1) if n in ends), None)
+        at = next((n for n, cell in enumerate(texts) if cell is after), -1)
+        lines, needs, left = written(calls, made_names)
+        where = f"after {after}" if after is not None else "before all cells"
+        missing += [f"the panel, {where}: {line}" for line in left]
+        if not lines:
+            continue
+        bound: set[str] = set()
+        ready = None
+        for n, cell in enumerate(texts):
+            bound |= _names(cell)[0] if cell.code and ASIDE not in cell.tags else set()
+            if n >= at and needs <= bound:
+                ready = n
+                break
+        if ready is None:
+            lacks = ", ".join(sorted(needs - bound))
+            missing.append(f"the panel, {where}, called {'; '.join(lines)}, and no cell makes {lacks}")
+            continue
+        by = "the panel" if any(call.by for call in calls) else "a button or a thread"
+        text = "\n".join([f"# by {by}, not by a cell", *lines])
+        place_now = ready + 1 + sum(count for one, count in behind.items() if one <= ready)
+        order.insert(place_now, Cell(0, text, by=f"the panel, {where}"))
+        behind[ready] = behind.get(ready, 0) + 1
+    return order
+
+
+def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]:
+    """The cells in the order in which they were run, with the text that they had then; of one that failed, or was
+    interrupted, what it had done; and what a panel called. The page's text comes before the first run of the cell below
+    it."""
     if not record.runs:
         raise BadInput("a notebook without a record", "cells are recorded from the moment a workbench is opened",
                        "give the run folder with --run, or export --as-written")  # fmt: skip
@@ -193,18 +317,32 @@ def as_run(notebook: Notebook, record: Record) -> list[Cell]:
         elif not cell.code:
             waiting.append(cell)
     order: list[Cell] = []
+    ends: dict[int, Cell] = {}
     if waiting_title := above.get(notebook.code[0].number if notebook.code else 0):
         order.append(waiting_title.pop(0))
-    for run in record.runs:
-        if not run.done:
-            continue
+    for place, run in enumerate(record.runs):
         on_page = next((cell for cell in notebook.code if run in record.run_of(cell)), None)
-        if on_page is None:
-            order.append(Cell(0, _text_of(run, None, notebook), id=run.id, count=run.number))
-            continue
-        order += above.pop(on_page.number, [])
-        order.append(replace(on_page, text=_text_of(run, on_page, notebook), count=run.number))
-    return order
+        if run.done:
+            cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
+            cell = replace(cell, text=_text_of(run, on_page, notebook))
+        else:
+            cell = _cut(run, record.made.get(place, Made()), on_page, notebook, missing)
+        if not cell.blank:
+            order += above.pop(on_page.number, []) if on_page is not None else []
+            order.append(cell)
+        ends[place] = cell
+    return with_calls(order, record, ends, missing)
+
+
+def _cut(run: RunCell, made: Made, on_page: Cell | None, notebook: Notebook, missing: list[str]) -> Cell:
+    """A cell that failed, with what it had done alone."""
+    cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
+    if run.failed is None and not made.calls:  # it was no Python, or the record is of an earlier version
+        return replace(cell, text="")
+    cell = replace(cell, text=_text_of(run, on_page, notebook))
+    text, left = done_of(cell, run.failed, made)
+    missing += [f"{cell} ended with an error: {line}" for line in left]
+    return replace(cell, text=text)
 
 
 def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from workbench.errors import BadInput
@@ -12,11 +12,12 @@ from workbench.export.cells import Cell
 from workbench.export.kinds import LAB_LOOKS
 from workbench.export.looking import DRAWING, Looking, Purpose, builtin
 from workbench.export.statements import Statement, at_margin, names_of_module, own_names, root
+from workbench.export.unread import without_unread
 
 # Stages that change no role and no position in the data: without what they made, they need not be called.
 PURE_STAGES = {
-    "compute_advantages", "compute_cost", "compute_log_prob", "compute_loss", "compute_ref_log_prob", "compute_reward",
-    "compute_values", "compare", "check",
+    "compute_advantages", "compute_cost", "compute_gradient_norm", "compute_log_prob", "compute_loss",
+    "compute_ref_log_prob", "compute_reward", "compute_values", "compare", "check",
 }  # fmt: skip
 # The results of a run: these are kept whether something reads them or not.
 RESULTS = {
@@ -34,7 +35,7 @@ class Selection:
     bound: Counter[str]
 
 
-def select(statements: Sequence[Statement], parameters: Iterable[str], *, used: bool = False) -> Selection:
+def select(statements: Sequence[Statement], parameters: Collection[str], *, used: bool = False) -> Selection:
     """Leave out what only looks, and the values that were made for looking; with `used` also all that no result of the
     run depends on. `BadInput` names the cell that needs a name which nothing before it makes."""
     looking = Looking(statements)
@@ -48,6 +49,7 @@ def select(statements: Sequence[Statement], parameters: Iterable[str], *, used: 
             trimmed = _trimmed(statement, wanted, anywhere, looking)
             if trimmed is not None:
                 left[place] = trimmed
+    left = without_unread(left, parameters, looking)
     chosen = [left[place] for place in sorted(left)]
     bound = Counter(name for statement in chosen for name in statement.names.binds)
     _check_names(chosen, statements, frozenset(parameters))
@@ -212,6 +214,12 @@ def _without_views(statement: Statement, looking: Looking) -> Statement:
     return statement.with_text("\n".join([*above, segment]))
 
 
+def _only_shown(value: ast.expr, looking: Looking) -> bool:
+    """Whether it is a picture, or a tuple or attribute that nothing reads."""
+    drawn = isinstance(value, ast.Call) and root(value) in looking.drawn
+    return (drawn or isinstance(value, ast.Tuple | ast.Attribute)) and looking.looks(value)
+
+
 def _without_displays(statement: Statement, looking: Looking) -> Statement:
     """A block or function without the lines that only show something to a notebook."""
     shown = [
@@ -219,10 +227,7 @@ def _without_displays(statement: Statement, looking: Looking) -> Statement:
         for parent in ast.walk(statement.node)
         for suite in _suites(parent)
         for child in suite
-        if isinstance(child, ast.Expr)
-        and isinstance(child.value, ast.Call)
-        and root(child.value) in looking.drawn
-        and looking.looks(child.value)
+        if isinstance(child, ast.Expr) and _only_shown(child.value, looking) and not isinstance(parent, ast.Try)
     ]
     lines = statement.text.split("\n")
     for parent, child in sorted(shown, key=lambda pair: (-pair[1].lineno, -pair[1].col_offset)):

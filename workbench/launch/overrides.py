@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from workbench.display import progress
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.launch.arguments import ARGUMENTS
 from workbench.session.checkpoint import find_checkpoint
 from workbench.support.named_fields import check_names, meant
@@ -45,6 +46,16 @@ class Script:
     labs: list[Workbench] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial of a sweep that this process runs. opening: arguments that a `wb.open` of a workbench of that name gets,
+    where its call does not give them. opened: told of each workbench."""
+
+    opening: Callable[[str], Mapping[str, Any]]
+    opened: Callable[[Workbench], object]
+
+
+trial: Trial | None = None  # what `wb.sweep` carries out
 running: Script | None = None  # what `workbench.launch.script` carries out
 
 
@@ -86,6 +97,8 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         if running is not None and "if_exists" not in call.arguments:
             mine = any(lab.name == said["name"] and not lab.ownership.closed for lab in running.labs)
             said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
+        if trial is not None:
+            said |= {key: value for key, value in trial.opening(said["name"]).items() if key not in call.arguments}
         given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
         changed = {name: setting for name, setting in settings().items() if setting.value != said[name]}
         if said["resume"] is not None or given_again:  # the checkpoint is of what the script opens first
@@ -100,6 +113,8 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
         call.arguments.update({name: checked(name, value, ARGUMENTS[name].hint) if name in ARGUMENTS else value
                                for name, value in given.items()})  # fmt: skip
         lab = opens(*call.args, **call.kwargs)
+        if trial is not None:
+            trial.opened(lab)
         recorded = lab.description.record
         if changed and recorded:
             lab.telemetry.append_event(
@@ -124,7 +139,7 @@ def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
 def _sentence(changed: Mapping[str, Setting], said: Mapping[str, Any]) -> str:
     parts = []
     for giver in dict.fromkeys(setting.giver for setting in changed.values()):
-        mine = [f"{n}={s.value!r} (not {_plain(said[n])!r:.60})" for n, s in changed.items() if s.giver == giver]
+        mine = [f"{n}={s.value!r} (not {shown(_plain(said[n]))})" for n, s in changed.items() if s.giver == giver]
         parts.append(f"{', '.join(mine)} from {giver}")
     return "; ".join(parts)
 
@@ -142,9 +157,9 @@ def _from_environment() -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise BadInput(f"{VARIABLE}={text!r:.80}", f"is no JSON: {error}", example) from None
+        raise BadInput(f"{VARIABLE}={shown(text, 80)}", f"is no JSON: {error}", example) from None
     if not isinstance(values, dict):
-        raise BadInput(f"{VARIABLE}={text!r:.80}", "must be a JSON object by argument of wb.open", example)
+        raise BadInput(f"{VARIABLE}={shown(text, 80)}", "must be a JSON object by argument of wb.open", example)
     for name, value in values.items():
         if name not in ARGUMENTS:
             rule = f"it gives where and how a workbench runs: {', '.join(ARGUMENTS)}"

@@ -20,7 +20,7 @@ from workbench.backends import registry
 from workbench.errors import BadInput
 from workbench.session.checkpoint.files import MANIFEST, Checkpoint, read_checkpoint
 from workbench.support import files
-from workbench.support.secret_literals import is_secret_name
+from workbench.support.secret_literals import is_secret
 from workbench.support.secrets import masked, without_forms
 from workbench.support.signing import is_signed, signed
 
@@ -192,7 +192,7 @@ def _hides_secret(data: bytes) -> bool:
             if not isinstance(value, str):
                 before = before if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT") else ""
                 continue
-            if masked(value) != value or (before and is_secret_name(before)):
+            if masked(value) != value or (before and is_secret(before, value)):
                 return True
             before = value
     return False

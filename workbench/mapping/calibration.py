@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,8 +12,14 @@ from workbench.errors import BadInput
 from workbench.mapping.costs import Constants, Terms
 
 SWEEPS = 500
-# Gradients are summed while a backward pass goes on, so "data" may take less than its links' seconds.
-AT_LEAST_ONE = ("training", "inference", "memory", "tensor", "transition", "transfer")
+# How many times as long as isolated kernels and collectives those of a model take; seconds of a call.
+PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 5.0)}
+MEANING = {
+    "passes": "kernels of passes, by those that were timed alone",
+    "decoding": "decoding steps, by reading weights, keys and values at the memory's rate",
+    "links": "collectives within a model, by those that were timed alone",
+    "calls": "seconds of a call whatever it does",
+}
 NAMES = tuple(field.name for field in fields(Terms))
 
 
@@ -25,16 +32,13 @@ class Sample:
     name: str = ""
 
 
-def fit(
-    samples: Sequence[Sample], start: Constants | None = None, *, pull: float = 1e-3, peaks: bool = True
-) -> Constants:
+def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: float = 1e-3) -> Constants:
     """Constants c >= 0 of least  sum over samples of (terms . c / seconds - 1)^2 + pull * sum of (c / start - 1)^2.
 
     Relative errors, so that a short call counts as much as a long one. pull: how strongly constants stay near those of
-    `start`, which alone decide where no sample has a term. peaks: nothing is faster than the hardware's peak rates, so
-    constants of `AT_LEAST_ONE` are at least 1; where rates were measured only roughly, at least a tenth. The sum is
-    convex: coordinates are descended one after another, and those that no bound holds are solved for, until nothing
-    changes. Raises `BadInput` without a sample, or for one that took no time.
+    `start`, which alone decide where no sample has a term. The sum is convex: coordinates are descended one after
+    another, and those that no bound holds are solved for, until nothing changes. Whether what was found is plausible,
+    `findings` says. Raises `BadInput` without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -47,17 +51,50 @@ def fit(
     matrix = terms * scale / np.array([[sample.seconds] for sample in samples])
     gram = matrix.T @ matrix + pull * np.eye(len(NAMES))
     aim = matrix.sum(axis=0) + pull
-    floors = np.array([(1.0 if peaks else 0.1) * (name in AT_LEAST_ONE) for name in NAMES]) / scale
-    found = np.maximum(1.0, floors)
+    found = np.ones(len(NAMES))
     for _ in range(SWEEPS):
         before = found.copy()
         for n in range(len(NAMES)):
-            found[n] = max(floors[n], found[n] + (aim[n] - gram[n] @ found) / gram[n, n])
-        free = found > floors  # those that no bound holds are where the gradient is 0: solved for at once
+            found[n] = max(0.0, found[n] + (aim[n] - gram[n] @ found) / gram[n, n])
+        free = found > 0  # those that no bound holds are where the gradient is 0: solved for at once
         exact = found.copy()
-        exact[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free] - gram[np.ix_(free, ~free)] @ found[~free])
-        if (exact >= floors).all():
+        exact[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free])
+        if (exact >= 0).all():
             found = exact
         if np.abs(found - before).max() < 1e-12 * max(1.0, np.abs(found).max()):
             break
     return Constants(*(float(value) for value in found * scale))
+
+
+def spread(samples: Mapping[tuple[str, int, str], Sample], start: Constants) -> float:
+    """The relative error to expect of the prediction of an iteration. samples: by placement, iteration and call.
+
+    Each placement's iterations are predicted by constants that are fitted to the samples of the others: the root mean
+    square of log(predicted / measured). With one placement there are no others, and it is that of single calls, by
+    constants that are fitted to all of them.
+    """
+    placements = dict.fromkeys(placement for placement, _, _ in samples)
+    errors: list[float] = []
+    for left_out in placements if len(placements) > 1 else ():
+        constants = fit([sample for key, sample in samples.items() if key[0] != left_out], start)
+        sums: dict[int, tuple[float, float]] = {}
+        for (placement, iteration, _), sample in samples.items():
+            if placement == left_out:
+                predicted, measured = sums.get(iteration, (0.0, 0.0))
+                sums[iteration] = predicted + constants.seconds(sample.terms), measured + sample.seconds
+        errors += [math.log(predicted / measured) for predicted, measured in sums.values()]
+    if not errors:
+        constants = fit(list(samples.values()), start)
+        errors = [math.log(constants.seconds(one.terms) / one.seconds) for one in samples.values()]
+    return math.sqrt(sum(error * error for error in errors) / len(errors))
+
+
+def findings(constants: Constants) -> list[str]:
+    """A sentence for each constant outside its plausible range: something else than what the constant means is in
+    the measurements, or the hardware is not as described. For clusters of GPUs."""
+    told = []
+    for name, (least, most) in PLAUSIBLE.items():
+        value = getattr(constants, name)
+        if not least <= value <= most:
+            told.append(f"{name}={value:.3g} is outside {least:g} to {most:g}: {MEANING[name]}")
+    return told

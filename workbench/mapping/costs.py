@@ -1,37 +1,32 @@
-"""How long a call takes: sums of terms that hardware and workload decide, each times a constant that is fitted.
+"""How long a call takes: kernels, links, starts of layers and of calls, by shapes, bytes and counts.
 
     seconds of a call = sum over terms of  constant x term
 
-A term of the kinds in seconds is what the hardware's peak rates would take; its constant says how many times as long it
-really takes (1 / efficiency). A term that counts things has a constant in seconds each. The sum is linear in the
-constants, so that measured spans, or published figures, give them by least squares (`calibration`).
+| term | unit | holds |
+| --- | --- | --- |
+| passes | s | of forward and backward passes: products by shape, attention, memory traffic; optimizer states |
+| decoding | s | of decoding steps: products or weights read, keys and values, the host's start of each layer |
+| links | s | all-reduces of tensor ranks and of gradients, sends between stages, weights and rows that move |
+| calls | calls | what a call costs whatever it does: rows collected and sent, processes told, caches set up |
 
-With T tokens a replica, F(T) their forward operations, R the matrix rate of a device, p stages, t tensor ranks, d
-replicas, m micro-batches, L layers, h hidden elements of b bytes, W weights of a replica's device:
+The first three are what the hardware's measured rates give for isolated kernels and collectives, so that their
+constants are close to 1: how many times as long it takes within a model. The sum is linear in the constants, so that
+measured spans, or published figures, give them by least squares (`calibration`).
 
-| term | unit | training, each update | inference | generation |
-| --- | --- | --- | --- | --- |
-| training | s | (3 or, recomputing, 4) F / (p t R) x (m+p-1)/m | | |
-| inference | s | | F / (p t R) x (m+p-1)/m | F / (t_g R) of prefill and of decoding |
-| memory | s | optimizer: 28 bytes a trained weight / (p t) | | steps x W / t_g + key-value bytes read, / bandwidth |
-| tensor | s | all-reduces, 4 (6) a layer and micro-batch | 2 a layer and micro-batch | 2 a layer and step |
-| data | s | all-reduce of fp32 gradients over d | (ZeRO-3: gather of weights) | |
-| passes | layers | layers x (m+p-1) / p, forward and backward | layers x (m+p-1) / p | |
-| steps | layers | | | layers x decoding steps |
-| updates | 1 | 1 | | |
-| calls | 1 | 1 for the call | 1 | 1 |
-| transition | s | | | bytes that a rank receives / link |
-| transitions | 1 | | | 1 where weights are resharded |
-| transfer | s | bytes of its rows from other pools / network | same | same |
-
-An all-reduce of n bytes over r ranks takes 2 (r-1)/r n / bandwidth + 2 (r-1) hops (a ring; Patarasuk and Yuan 2009).
+A pass of a micro-batch through a stage takes the seconds of its products (`products`), of attention (4 operations a
+query element and token that is seen) and of norms, sums and activations, which are bound by memory. A backward pass has
+two products for each of the forward pass, 2.5 times its attention, and all forward work once more where activations are
+recomputed. A pipeline of p stages takes m + p - 1 times its slowest stage for m micro-batches (1F1B; Narayanan et al.
+2021, arXiv:2104.04473, section 2.2); the last has the head. A decoding step multiplies one token of each row that is
+under way: its products are bound by reading the weights or by computing, whichever takes longer, as shapes say; keys
+and values are read beside them.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.shapes import Shape
@@ -47,18 +42,10 @@ COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32
 class Terms:
     """The terms of one call; see the table above."""
 
-    training: float = 0.0
-    inference: float = 0.0
-    memory: float = 0.0
-    tensor: float = 0.0
-    data: float = 0.0
     passes: float = 0.0
-    steps: float = 0.0
-    updates: float = 0.0
+    decoding: float = 0.0
+    links: float = 0.0
     calls: float = 0.0
-    transition: float = 0.0
-    transitions: float = 0.0
-    transfer: float = 0.0
 
     def __add__(self, other: Terms) -> Terms:
         return Terms(*map(operator.add, _values(self), _values(other)))
@@ -72,26 +59,18 @@ _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 
 @dataclass(frozen=True)
 class Constants:
-    """What each term costs: how many times its ideal seconds, or seconds each. The defaults were fitted to the
-    published 7B measurements of HybridFlow on A100s (`benchmarks/mapping_published.py`)."""
+    """What each term costs: how many times its kernels' seconds, or seconds of a call. The defaults were fitted to
+    published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
-    training: float = 1.78
-    inference: float = 1.36
-    memory: float = 1.0
-    tensor: float = 2.70
-    data: float = 1.62
-    passes: float = 1.10e-4
-    steps: float = 2.76e-5
-    updates: float = 0.091
-    calls: float = 0.745
-    transition: float = 100.6
-    transitions: float = 0.705
-    transfer: float = 2.0
+    passes: float = 1.01
+    decoding: float = 1.92
+    links: float = 1.02
+    calls: float = 1.47
 
     def __post_init__(self) -> None:
         check_fields(self, "Constants.")
-        for field in fields(self):
-            at_least(f"Constants.{field.name}", getattr(self, field.name), 0)
+        for one in fields(self):
+            at_least(f"Constants.{one.name}", getattr(self, one.name), 0)
 
     def seconds(self, terms: Terms) -> float:
         return sum(map(operator.mul, _values(self), _values(terms)))
@@ -103,66 +82,139 @@ class CostModel:
 
     hardware: Hardware
     workload: Workload
+    _known: dict[tuple[Shape, int, int, float], tuple[float, float, float]] = field(default_factory=dict, repr=False)
+
+    def _product(self, m: int, n: int, k: int, item_bytes: int) -> float:
+        hardware = self.hardware
+        return hardware.products.seconds(m, n, k, flop_s=hardware.flop_s(self.workload.dtype),
+                                         memory_bytes_s=hardware.memory_bytes_s, item_bytes=item_bytes)  # fmt: skip
+
+    def _streamed(self, nbytes: float) -> float:
+        """Seconds of bytes that go through a device's memory."""
+        return nbytes / (self.hardware.memory_bytes_s * self.hardware.products.stream_share)
+
+    def _forward(self, shape: Shape, t: int, tokens: int, context: float) -> tuple[float, float, float]:
+        """Seconds of all layers without attention, of attention, and of the head, for one of t tensor ranks."""
+        key = shape, t, tokens, context
+        if key not in self._known:
+            item, (layers, head) = shape.role.frozen_bytes, shape.matrices(t)
+            multiplied = sum(count * self._product(tokens, n, k, item) for (n, k), count in layers.items())
+            streamed = shape.layers * self._streamed(tokens * item * self._passed(shape, t))
+            rate = self.hardware.flop_s(self.workload.dtype) * self.hardware.products.attention_share
+            attention = 4.0 * shape.layers * shape.queries / t * tokens * context / rate
+            ends = sum(count * self._product(tokens, n, k, item) for (n, k), count in head.items())
+            self._known[key] = multiplied + streamed, attention, ends
+        return self._known[key]
+
+    def _decode(self, shape: Shape, t: int, rows: float) -> float:
+        """Seconds of a decoding step of so many rows, without attention."""
+        hardware, item, (layers, head) = self.hardware, shape.role.frozen_bytes, shape.matrices(t)
+        multiplied = sum(
+            count * hardware.products.few(rows, n, k, flop_s=hardware.flop_s(self.workload.dtype),
+                                          memory_bytes_s=hardware.memory_bytes_s, item_bytes=item)
+            for (n, k), count in (layers + head).items()
+        )  # fmt: skip
+        return multiplied + shape.layers * self._streamed(rows * item * self._passed(shape, t))
+
+    def _passed(self, shape: Shape, t: int) -> float:
+        """Elements of a token that a layer reads and writes beside its products: two norms that do so twice, two sums;
+        rotations; gate, up and their product."""
+        return 14 * shape.hidden + (2 * (shape.queries + shape.keys) + 3 * shape.inner) / t
+
+    def _backward(self, shape: Shape, t: int, tokens: int, context: float) -> tuple[float, float, float]:
+        """As `_forward`, of the backward pass; frozen matrices beside an adapter have no gradient."""
+        key = shape, -t, tokens, context
+        if key not in self._known:
+            item, adapted = shape.role.frozen_bytes, shape.role.adapter is not None
+            seconds = []
+            for matrices in shape.matrices(t):
+                of_inputs = sum(count * self._product(tokens, k, n, item) for (n, k), count in matrices.items())
+                of_weights = sum(count * self._product(n, k, tokens, item) for (n, k), count in matrices.items())
+                seconds.append(of_inputs + (0.0 if adapted else of_weights))
+            multiplied, ends = seconds
+            streamed = 2 * shape.layers * self._streamed(tokens * item * self._passed(shape, t))
+            self._known[key] = multiplied + streamed, 2.5 * self._forward(shape, t, tokens, context)[1], ends
+        return self._known[key]
+
+    def _stage(self, shape: Shape, layout: Layout, parts: tuple[float, float, float]) -> float:
+        """Seconds of a micro-batch in the slowest stage: the last, which has the head."""
+        layers, attention, head = parts
+        return (layers + attention) / layout.p + head
 
     def _all_reduce(self, nbytes: float, ranks: int, stride: int) -> float:
+        """Of a ring, 2 (r-1)/r n / bandwidth + 2 (r-1) hops, or of a pair of trees, 2 n / bandwidth + 2 log2 r hops,
+        whichever is quicker (Patarasuk and Yuan 2009; Sanders et al. 2009; NCCL has both)."""
         if ranks == 1:
             return 0.0
-        rate, hop_s = self.hardware.link(ranks, stride)
-        return 2 * (ranks - 1) / ranks * nbytes / rate + 2 * (ranks - 1) * hop_s
+        rate, hops_s = self.hardware.link(ranks, stride), self.hardware.hops(ranks, stride)
+        ring = 2 * (ranks - 1) / ranks * nbytes / rate + 2 * hops_s
+        tree = 2 * nbytes / rate + 2 * math.ceil(math.log2(ranks)) * self.hardware.hop(ranks, stride)
+        return min(ring, tree)
 
-    def _passes(self, shape: Shape, layout: Layout, rows: float) -> tuple[float, float, float]:
-        """(tokens of a replica, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
+    def _gather(self, nbytes: float, ranks: int, stride: int) -> float:
+        """Of a ring that gathers n bytes in all, or sums and scatters them."""
+        if ranks == 1:
+            return 0.0
+        hops_s = self.hardware.hops(ranks, stride)
+        return (ranks - 1) / ranks * nbytes / self.hardware.link(ranks, stride) + hops_s
+
+    def _passes(self, shape: Shape, layout: Layout, rows: float) -> tuple[int, int, int]:
+        """(tokens of a micro-batch, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
         dealt = math.ceil(rows / layout.d)
         together = max(1, int(shape.role.micro_batch_tokens // self.workload.row_tokens))
         micro = math.ceil(dealt / together)
-        return dealt * self.workload.row_tokens, micro, micro + layout.p - 1
+        return round(dealt * self.workload.row_tokens / micro), micro, micro + layout.p - 1
 
-    def _links(self, shape: Shape, layout: Layout, tokens: float, micro: float, slots: float, reduces: int) -> float:
+    def _links(self, shape: Shape, layout: Layout, tokens: int, slots: int, reduces: int) -> float:
         """Seconds of all-reduces over tensor ranks and of sends between stages, along the pipeline: activations, and
         gradients back."""
-        nbytes = tokens / micro * shape.hidden * shape.role.frozen_bytes
+        nbytes = tokens * shape.hidden * shape.role.frozen_bytes
         sent = 0.0
         if layout.p > 1:
-            rate, hop_s = self.hardware.link(layout.p, layout.t)
+            rate, hop_s = self.hardware.link(layout.p, layout.t), self.hardware.hop(layout.p, layout.t)
             sent = (1 if reduces == 2 else 2) * (nbytes / rate + hop_s)
         return slots * (reduces * shape.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
+    def _starts(self, layers: float) -> float:
+        """Seconds until the host has started the layers of passes: none where it runs ahead of the device."""
+        return 0.0 if self.hardware.runs_ahead else layers * self.hardware.layer_start_s
+
     def infer(self, shape: Shape, layout: Layout) -> Terms:
-        work, hardware = self.workload, self.hardware
+        work = self.workload
         tokens, micro, slots = self._passes(shape, layout, work.rows)
-        flop = shape.forward_flop(tokens, work.mean_context)
         gathered = 0.0
-        if shape.role.engine == "zero3" and layout.d > 1:
-            rate, _ = hardware.link(layout.d, layout.t)
-            gathered = micro * (layout.d - 1) / layout.d * shape.elements / layout.t * shape.role.frozen_bytes / rate
+        if shape.role.engine == "zero3":
+            own = shape.elements / layout.t * shape.role.frozen_bytes
+            gathered = micro * self._gather(own, layout.d, layout.t)
+        stage_s = self._stage(shape, layout, self._forward(shape, layout.t, tokens, work.mean_context))
         return Terms(
-            inference=flop / (layout.p * layout.t * hardware.flop_s(work.dtype)) * slots / micro,
-            tensor=self._links(shape, layout, tokens, micro, slots, 2),
-            data=gathered,
-            passes=shape.layers / layout.p * slots,
+            passes=slots * stage_s + self._starts(shape.layers / layout.p * slots),
+            links=self._links(shape, layout, tokens, slots, 2) + gathered,
             calls=1,
         )
 
-    def train(self, shape: Shape, layout: Layout) -> Terms:
-        work, hardware, training = self.workload, self.hardware, shape.training
+    def train(self, shape: Shape, layout: Layout, again: bool | None = None) -> Terms:
+        """again: whether activations are recomputed; None: as the settings say."""
+        work = self.workload
         tokens, micro, slots = self._passes(shape, layout, work.rows / work.updates)
-        again = training.activation_checkpointing
-        flop = shape.forward_flop(tokens, work.mean_context)
+        again = shape.training.activation_checkpointing if again is None else again
+        forward = self._forward(shape, layout.t, tokens, work.mean_context)
+        backward = self._backward(shape, layout.t, tokens, work.mean_context)
+        stage_s = (1 + again) * self._stage(shape, layout, forward) + self._stage(shape, layout, backward)
         own = shape.trained_elements / (layout.p * layout.t)
-        sharded = shape.role.engine in ("zero1", "zero2", "zero3")
-        gathers = 0.0
-        if shape.role.engine == "zero3" and layout.d > 1:
-            rate, _ = hardware.link(layout.d, layout.t)
-            gathers = (2 + again) * micro * (layout.d - 1) / layout.d * own * shape.role.stored_bytes / rate
-        count = work.updates * work.epochs
+        stride = layout.p * layout.t
+        summed = self._all_reduce(4 * own, layout.d, stride)
+        sharded = work.shards_optimizer(shape.role.engine)
+        if sharded:  # gradients are summed and scattered, weights gathered
+            gathered = self._gather(shape.role.frozen_bytes * own, layout.d, stride)
+            summed = self._gather(4 * own, layout.d, stride) + gathered
+            if shape.role.engine == "zero3":
+                summed += (2 + again) * micro * gathered
+        stepped = self._streamed(OPTIMIZER_BYTES * own / (layout.d if sharded else 1))
         return Terms(
-            training=(3 + again) * flop / (layout.p * layout.t * hardware.flop_s(work.dtype)) * slots / micro,
-            tensor=self._links(shape, layout, tokens, micro, slots, 6 if again else 4),
-            data=self._all_reduce(4 * own, layout.d, layout.p * layout.t) + gathers,
-            memory=OPTIMIZER_BYTES * own / (layout.d if sharded else 1) / hardware.memory_bytes_s,
-            passes=(2 + again) * shape.layers / layout.p * slots,
-            updates=1,
-        ) * count + Terms(calls=1)  # fmt: skip
+            passes=slots * stage_s + stepped + self._starts((2 + again) * shape.layers / layout.p * slots),
+            links=self._links(shape, layout, tokens, slots, 6 if again else 4) + summed,
+        ) * (work.updates * work.epochs) + Terms(calls=1)
 
     def row_bytes(self, shape: Shape, t_g: int) -> float:
         """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
@@ -174,43 +226,44 @@ class CostModel:
         """Rows of the generation replica that has most."""
         return math.ceil(self.workload.rows / (devices // t_g))
 
-    def generate(self, shape: Shape, devices: int, t_g: int, waves: int) -> Terms:
-        """Prefill and decoding of all rows by replicas of `t_g` devices, whose cache is filled so many times: rows of
-        one length in one wave after another, else a new row replaces one that has ended."""
-        work, hardware = self.workload, self.hardware
+    def generate(self, shape: Shape, devices: int, t_g: int, waves: float) -> Terms:
+        """Prefill and decoding of all rows by replicas of `t_g` devices. waves: rows, by those that the cache holds at
+        a time, at least 1: a new row replaces one that has ended."""
+        work = self.workload
         rows = self.replica_rows(devices, t_g)
         longest, mean = max(work.lengths), work.mean_response
-        steps = max(float(longest), waves * mean if len(work.lengths) > 1 else waves * longest)
-        drawn = rows * mean
+        steps = max(float(longest), waves * mean)
+        together = rows * mean / steps  # rows under way
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
         heads = t_g / min(t_g, shape.key_heads)  # ranks beyond the heads read them once more
-        read = heads * rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token
-        bandwidth, rate = t_g * hardware.memory_bytes_s, t_g * hardware.flop_s(work.dtype)
-        memory = (steps * shape.nbytes + read) / bandwidth
-        products = shape.forward_flop(drawn, work.prompt_tokens + mean / 2) / rate
-        prefill = shape.forward_flop(rows * work.prompt_tokens, work.prompt_tokens / 2) / rate
-        hidden = shape.hidden * shape.role.frozen_bytes
-        reduced = self._all_reduce(drawn / steps * hidden, t_g, 1) * steps
-        reduced += self._all_reduce(rows / waves * work.prompt_tokens * hidden, t_g, 1) * waves
+        read = heads * rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token / t_g
+        prompt = work.prompt_tokens
+        first, seen, _ = self._forward(shape, t_g, prompt, work.prompt_tokens / 2)
+        hidden, started = shape.hidden * shape.role.frozen_bytes, shape.layers * self.hardware.layer_start_s
+        reduced = steps * self._all_reduce(together * hidden, t_g, 1) + rows * self._all_reduce(prompt * hidden, t_g, 1)
         return Terms(
-            inference=prefill + products,
-            memory=memory,
-            tensor=2 * shape.layers * reduced,
-            steps=shape.layers * steps,
+            passes=rows * (first + seen),
+            decoding=steps * (self._decode(shape, t_g, together) + started) + self._streamed(read),
+            links=2 * shape.layers * reduced,
             calls=1,
         )
 
     def transition(self, shape: Shape, layout: Layout, strategy: str = "hybridflow") -> Terms:
         """From the training layout to that of generation, once an iteration: the bytes that the resharding planner
-        counts for the rank that receives most. layout: with p_g and t_g."""
+        counts for the rank that receives most, and the engine that takes over its part. layout: with p_g and t_g."""
         if layout.p * layout.t == 1 and shape.role.engine != "zero3":
             return Terms()
         received = received_bytes(shape, layout, strategy)
         if not received:
             return Terms()
         inside = Layout(layout.p, layout.t).size
-        rate, _ = self.hardware.link(inside if strategy == "hybridflow" else layout.size)
-        return Terms(transition=received / rate, transitions=1)
+        ranks = inside if strategy == "hybridflow" else layout.size
+        return self.moved(shape, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
+
+    def moved(self, shape: Shape, received: float, ranks: int, parts: int) -> Terms:
+        """Weights that come from other ranks, and are then taken over by an engine that has 1 of so many parts."""
+        loaded = shape.elements * shape.role.frozen_bytes / parts
+        return Terms(links=received / self.hardware.link(ranks) + loaded / self.hardware.load_bytes_s)
 
     def transfer(self, sent: float, devices: int) -> Terms:
         """Rows from other pools. sent: columns a token."""
@@ -218,7 +271,7 @@ class CostModel:
             return Terms()
         work, hardware = self.workload, self.hardware
         machines = max(1, devices // hardware.devices_per_machine)
-        return Terms(transfer=sent * COLUMN_BYTES * work.rows * work.row_tokens / machines / hardware.machine_bytes_s)
+        return Terms(links=sent * COLUMN_BYTES * work.rows * work.row_tokens / machines / hardware.machine_bytes_s)
 
 
 def received_bytes(shape: Shape, layout: Layout, strategy: str) -> int:

@@ -2,20 +2,23 @@
 measurement.
 
 Three links carry everything: a device's memory, the fabric inside a machine, the network between machines, which the
-devices of a machine share.
+devices of a machine share. A rate is what is reached, not what a data sheet says, where measurements are public.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.mapping.products import ProductRates
 from workbench.support.validation import at_least, check_fields, whole
 
 GIB = 2**30
+LAYER_OPERATIONS = 30  # of a decoder layer, as torch runs it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,13 @@ class Hardware:
 
     devices_per_machine: devices that share a machine's fabric and network. memory_bytes: of one device, or of its share
     of a CPU machine. matrix_flop_s: peak of matrix products by dtype, floating-point operations a second, of one
-    device. memory_bytes_s: of a device's memory. inside_bytes_s: one way, of one device, to others of its machine.
-    machine_bytes_s: one way, of one machine's network, shared by its devices. inside_latency_s, between_latency_s: of
-    one hop of a collective. usable: share of the memory that models may fill; the rest is the framework's.
+    device. products: what products of a shape reach of it. memory_bytes_s: of a device's memory. inside_bytes_s: one
+    way, of one device, to others of its machine. machine_bytes_s: one way, of one machine's network, shared by its
+    devices. load_bytes_s: of weights that a generation engine takes over, on one device. inside_latency_s,
+    between_latency_s: of one hop of a collective. runs_ahead: whether the host starts work before the device has done
+    what came before, so that starting it takes no time of its own. layer_start_s: until the host has started a layer's
+    kernels, in decoding steps, which wait for each token, and in passes where the host does not run ahead. usable:
+    share of the memory that models may fill; the rest is the framework's.
     """
 
     name: str
@@ -36,16 +43,21 @@ class Hardware:
     memory_bytes_s: float
     inside_bytes_s: float
     machine_bytes_s: float
-    inside_latency_s: float = 8e-6
+    products: ProductRates = field(default_factory=ProductRates)
+    load_bytes_s: float = 2.7e9
+    inside_latency_s: float = 4e-6
     between_latency_s: float = 25e-6
+    runs_ahead: bool = True
+    layer_start_s: float = 4e-5
     usable: float = 0.92
 
     def __post_init__(self) -> None:
         check_fields(self, "Hardware.")
         whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
-        for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "usable"):
+        for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "load_bytes_s",
+                     "usable"):  # fmt: skip
             at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)
-        for name in ("inside_latency_s", "between_latency_s"):
+        for name in ("inside_latency_s", "between_latency_s", "layer_start_s"):
             at_least(f"Hardware.{name}", getattr(self, name), 0)
         if self.usable > 1:
             raise BadInput(f"Hardware.usable={self.usable}", "a share of the memory is at most 1", "write 0.92")
@@ -70,15 +82,23 @@ class Hardware:
         """Of one device's memory, for models."""
         return int(self.memory_bytes * self.usable)
 
-    def link(self, ranks: int, stride: int = 1) -> tuple[float, float]:
-        """(bytes a second of one rank, seconds of a hop) of a ring over `ranks` ranks that are `stride` devices apart,
-        while every other such ring of the machines runs too. Inside one machine it is the fabric; over machines, the
-        ranks of a machine in one ring share one entry to the network, and the rings of a machine share its bandwidth.
-        """
+    def link(self, ranks: int, stride: int = 1) -> float:
+        """Bytes a second of one rank, of a ring over `ranks` ranks that are `stride` devices apart, while every other
+        such ring of the machines runs too. Inside one machine it is the fabric; over machines, the ranks of a machine
+        in one ring share one entry to the network, and the rings of a machine share its bandwidth."""
         if ranks * stride <= self.devices_per_machine:
-            return self.inside_bytes_s, self.inside_latency_s
-        rings = min(stride, self.devices_per_machine)
-        return min(self.inside_bytes_s, self.machine_bytes_s / rings), self.between_latency_s
+            return self.inside_bytes_s
+        return min(self.inside_bytes_s, self.machine_bytes_s / min(stride, self.devices_per_machine))
+
+    def hop(self, ranks: int, stride: int = 1) -> float:
+        """Seconds of the longest hop of such a ring."""
+        return self.inside_latency_s if ranks * stride <= self.devices_per_machine else self.between_latency_s
+
+    def hops(self, ranks: int, stride: int = 1) -> float:
+        """Seconds of the hops from the first to the last rank of such a ring: those over a machine's border take
+        longer."""
+        borders = min(ranks, -(-ranks * stride // self.devices_per_machine)) - 1
+        return borders * self.between_latency_s + (ranks - 1 - borders) * self.inside_latency_s
 
     @classmethod
     def this_machine(cls, devices: int | None = None) -> Hardware:
@@ -100,12 +120,14 @@ class Hardware:
             rates = {str(dtype).removeprefix("torch."): share * _matrix_rate(device, dtype)
                      for dtype in (torch.float32, torch.bfloat16)}  # fmt: skip
             copied = share * _copy_rate(device)
+            start_s = LAYER_OPERATIONS * _start_s(device) / share
         finally:
             torch.set_num_threads(threads)
         # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here
         return cls(name="this machine", devices_per_machine=count, memory_bytes=int(memory), matrix_flop_s=rates,
                    memory_bytes_s=2 * copied, inside_bytes_s=copied / 2, machine_bytes_s=copied / 2,
-                   inside_latency_s=5e-6 if gpus else 1e-4, between_latency_s=1e-4)  # fmt: skip
+                   load_bytes_s=copied / 2, inside_latency_s=5e-6 if gpus else 1e-4, between_latency_s=1e-4,
+                   runs_ahead=bool(gpus), layer_start_s=start_s)  # fmt: skip
 
 
 def _timed(call: Callable[[], Any], device: Any) -> float:
@@ -130,6 +152,14 @@ def _matrix_rate(device: Any, dtype: Any) -> float:
     return float(2 * n**3 / _timed(lambda: a @ a, device))
 
 
+def _start_s(device: Any) -> float:
+    """Seconds of an operation of no size."""
+    import torch
+
+    a = torch.ones(8, 8, device=device)
+    return _timed(lambda: [a @ a for _ in range(100)], device) / 100
+
+
 def _copy_rate(device: Any) -> float:
     """Bytes a second that are read, and as many written."""
     import torch
@@ -139,20 +169,29 @@ def _copy_rate(device: Any) -> float:
     return float(a.nbytes / _timed(lambda: b.copy_(a), device))
 
 
-# NVIDIA's data sheets (dense rates, SXM); links one way. The network is that of DGX machines: eight NICs of 200 Gbit/s
-# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s.
+# Peaks, memory: NVIDIA's data sheets (dense rates, SXM). Products, all-reduces: fitted to the kernels that Vidur's
+# authors timed on DGX machines (Agrawal et al. 2024, arXiv:2405.05465; data/profiling of microsoft/vidur, MIT licence),
+# products to those of Llama-2-7B alone: on the other sizes, up to 72B, they are off by 6 to 7 % in the mean on A100, by
+# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k
+# (Dao 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which
+# hold the gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s
+# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached.
+_A100 = ProductRates(units=108, share=0.857, edge=6.82, memory_share=0.752, stream_share=0.9,
+                     attention_share=0.55, launch_s=5.5e-6, tiles=True)  # fmt: skip
+_H100 = ProductRates(units=132, share=0.985, edge=18.2, memory_share=0.855, stream_share=0.9,
+                     attention_share=0.4, launch_s=6.6e-6, tiles=True)  # fmt: skip
 PRESETS: dict[str, Hardware] = {
     one.name: one
     for one in (
-        Hardware(name="a100-80g", devices_per_machine=8, memory_bytes=80 * GIB,
+        Hardware(name="a100-80g", devices_per_machine=8, memory_bytes=80 * GIB, products=_A100,
                  matrix_flop_s={"bfloat16": 312e12, "float32": 19.5e12}, memory_bytes_s=2.039e12,
-                 inside_bytes_s=300e9, machine_bytes_s=25e9),
-        Hardware(name="h100", devices_per_machine=8, memory_bytes=80 * GIB,
+                 inside_bytes_s=200e9, machine_bytes_s=22.5e9),
+        Hardware(name="h100", devices_per_machine=8, memory_bytes=80 * GIB, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=3.35e12,
-                 inside_bytes_s=450e9, machine_bytes_s=400e9),
-        Hardware(name="h200", devices_per_machine=8, memory_bytes=141 * 10**9,
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
+        Hardware(name="h200", devices_per_machine=8, memory_bytes=141 * 10**9, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=4.8e12,
-                 inside_bytes_s=450e9, machine_bytes_s=400e9),
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
     )
 }  # fmt: skip
 
@@ -164,6 +203,6 @@ def hardware(given: str | Hardware) -> Hardware:
     if given in ("this machine", "this-machine"):
         return Hardware.this_machine()
     if given not in PRESETS:
-        raise BadInput(f"hardware {given!r}", f"known are {', '.join(PRESETS)} and 'this machine'",
+        raise BadInput(f"hardware {shown(given)}", f"known are {', '.join(PRESETS)} and 'this machine'",
                        "name one of these, or give a wb.mapping.Hardware(...)")  # fmt: skip
     return PRESETS[given]

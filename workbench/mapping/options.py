@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from workbench.mapping.workload import STAGES, Workload
 from workbench.placement.rank_memory import rank_memory
 from workbench.settings.layout import Layout
 
+WAVE_PARTS = 8  # of a wave: how finely caches are told apart
+
 
 @dataclass(frozen=True)
 class Option:
@@ -27,7 +30,7 @@ class Option:
     layout: of training, and of what has none of its own; with t_g where training's ranks gather to those of generation.
     inference, own_t_g: of forward passes, and of generation, where calls have their own. lasting, passing: bytes of the
     device that holds most. seconds: of the role's calls by stage, without generation, whose rows a cache has to hold
-    first.
+    first. again: whether training recomputes activations.
     """
 
     layout: Layout
@@ -36,6 +39,7 @@ class Option:
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     inference: Layout | None = None
     own_t_g: int | None = None
+    again: bool = False
 
     @property
     def t_g(self) -> int:
@@ -60,13 +64,25 @@ class RoleOptions:
         training = replace(training, micro_batch_tokens=max(shape.role.micro_batch_tokens, longest))
         self._alone = replace(shape.role, generation=None, training=training)
         self._found: dict[int, tuple[Option, ...]] = {}
-        self._bytes: dict[tuple[int, int, int], tuple[int, int] | None] = {}
-        self._terms: dict[tuple[str, int, int, int], Terms] = {}
-        self._generated: dict[tuple[int, int, int], float] = {}
+        self._bytes: dict[tuple[int, int, int, bool], tuple[int, int, int] | None] = {}
+        self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
+        self._generated: dict[tuple[int, int, float], float] = {}
 
     @property
     def by_deepspeed(self) -> bool:
         return self.shape.role.trained and self.shape.training.engine == "deepspeed"
+
+    @property
+    def _cuts_optimizer(self) -> bool:
+        """Whether the torch engine's memory is taken to be that of a cluster's engine."""
+        return self.model.workload.engine == "cluster" and self.shape.role.engine == "torch"
+
+    @cached_property
+    def agains(self) -> tuple[bool, ...]:
+        """Whether activations may be kept, and recomputed."""
+        set_to = self.shape.training.activation_checkpointing
+        trains = any(call.kind == "train" for call in self.calls)
+        return (False, True) if self._cuts_optimizer and set_to and trains else (set_to,)
 
     @cached_property
     def generates(self) -> bool:
@@ -84,20 +100,25 @@ class RoleOptions:
         others = (
             self.layouts(devices, fit=False) if several else []
         )  # a copy for a pass is less than what training holds
-        for layout in self.layouts(devices):
-            held = self._held(layout)
-            assert held is not None
+        for layout, again in product(self.layouts(devices), self.agains):
+            held = self._held(layout, again)
+            if held is None or sum(held) > self.model.hardware.usable_bytes:
+                continue
             for generating, own in self._generating(layout):
-                yield self._option(Option(generating, *held, own_t_g=own))
+                yield self._option(Option(generating, *held, own_t_g=own, again=again))
                 for other in others:
                     if other != layout:
                         copy = self.shape.nbytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
-                        yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own))
+                        yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own,
+                                                  again=again))  # fmt: skip
 
-    def as_given(self, layout: Layout, t_g: int) -> Option:
-        """The option of a given layout, whether it fits or not."""
-        held = self._held(layout)
+    def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
+        """The option of a given layout, whether it fits or not. room: bytes of a device while the role computes; where
+        its activations take more, they are recomputed if they may be."""
+        every = {again: self._held(layout, again) for again in self.agains}
+        again = next((again for again, held in every.items() if held and held[1] <= room), self.agains[-1])
+        held = every[again]
         if held is None:
             self._alone.weights.check(layout.p, layout.t)
             raise BadInput(f"layout {layout}", "cannot hold the model")
@@ -106,7 +127,7 @@ class RoleOptions:
             own = t_g if self._groups(t_g, layout.size) else None
         if self.generates and own is None:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
-        return self._option(Option(layout, *held, own_t_g=own))
+        return self._option(Option(layout, *held, own_t_g=own, again=again))
 
     def _option(self, option: Option) -> Option:
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -132,18 +153,21 @@ class RoleOptions:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
         for call in self.calls:
             if call.kind == "infer":
-                add(call.name, call.stage, self._term("infer", option.inference or layout))
+                add(call.name, call.stage, self._term("infer", option.inference or layout, False))
             elif call.kind == "train":
-                add(call.name, call.stage, self._term("train", layout))
+                add(call.name, call.stage, self._term("train", layout, option.again))
             elif cache_bytes is not None:
-                waves = int(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
+                waves = float(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
                 add(call.name, call.stage, model.generate(self.shape, layout.size, option.t_g, waves))
         return tuple(found)
 
-    def _term(self, kind: str, layout: Layout) -> Terms:
-        key = kind, layout.p, layout.t, layout.d
+    def _term(self, kind: str, layout: Layout, again: bool) -> Terms:
+        key = kind, layout.p, layout.t, layout.d, again
         if key not in self._terms:
-            self._terms[key] = (self.model.infer if kind == "infer" else self.model.train)(self.shape, layout)
+            if kind == "infer":
+                self._terms[key] = self.model.infer(self.shape, layout)
+            else:
+                self._terms[key] = self.model.train(self.shape, layout, again)
         return self._terms[key]
 
     def _moved(self, train: Layout, other: Layout) -> Terms:
@@ -152,8 +176,7 @@ class RoleOptions:
         if train.p * train.t == 1 and self.shape.role.engine != "zero3":
             return Terms()
         nbytes = self.shape.elements * self.shape.role.frozen_bytes / (other.p * other.t)
-        rate, _ = self.model.hardware.link(train.size)
-        return Terms(transition=nbytes / rate, transitions=1)
+        return self.model.moved(self.shape, nbytes, train.size, other.p * other.t)
 
     def _forward_bytes(self, layout: Layout) -> int:
         frozen = replace(self._alone, trained=False)
@@ -164,14 +187,15 @@ class RoleOptions:
         hardware, found = self.model.hardware, []
         deepspeed = self.by_deepspeed
         zero3, adapted = self.shape.role.engine == "zero3", self.shape.role.adapter is not None
+        whole = self.shape.role.trained and self.shape.training.optimizer in ("muon", "adamw_8bit")
         for t in range(1, min(devices, hardware.devices_per_machine) + 1):
-            if devices % t or hardware.devices_per_machine % t or ((zero3 or adapted) and t > 1):
+            if devices % t or hardware.devices_per_machine % t or ((zero3 or adapted or whole) and t > 1):
                 continue
             for p in range(1, min(devices // t, self.shape.layers) + 1):
                 if (devices // t) % p or self.shape.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
                 layout = Layout(p, t, devices // (p * t))
-                held = self._held(layout)
+                held = self._held(layout, self.agains[-1])
                 if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
         return found
@@ -200,20 +224,30 @@ class RoleOptions:
             return False
         return True
 
-    def _held(self, layout: Layout) -> tuple[int, int] | None:
+    def _held(self, layout: Layout, again: bool) -> tuple[int, int] | None:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
+        role = self._alone
+        if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
+            training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
+            role = replace(role, training=training)
         replicas = layout.d if self.shape.role.engine.startswith("zero") else min(layout.d, 2)
-        key = layout.p, layout.t, replicas
+        key = layout.p, layout.t, replicas, again
         if key not in self._bytes:
-            role, one = self._alone, Layout(layout.p, layout.t, replicas)
+            one = Layout(layout.p, layout.t, replicas)
             try:
                 role.weights.check(one.p, one.t)
                 ends = [rank_memory(role, one, rank) for rank in {0, (one.p - 1) * one.t}]
             except BadInput:
                 self._bytes[key] = None
             else:
-                self._bytes[key] = max(end.lasting for end in ends), max(end.passing for end in ends)
-        return self._bytes[key]
+                most = max(ends, key=lambda end: end.lasting)
+                optimizer = most.optimizer * replicas if self._cuts_optimizer else 0
+                self._bytes[key] = most.lasting, max(end.passing for end in ends), optimizer
+        found = self._bytes[key]
+        if found is None:
+            return None
+        lasting, passing, optimizer = found
+        return lasting - optimizer // replicas + math.ceil(optimizer / layout.d), passing
 
     def generation_bytes(self, t_g: int) -> int:
         """Of the generation engine's weights on one device."""
@@ -223,16 +257,20 @@ class RoleOptions:
         """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
         waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
         for wave in np.unique(waves[waves > 0]):
-            found[waves == wave] = self._generation(devices, t_g, int(wave))
+            found[waves == wave] = self._generation(devices, t_g, float(wave))
         return found
 
-    def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
-        held = np.floor(np.maximum(cache_bytes, 0) / self.model.row_bytes(self.shape, t_g))
+    def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
+        not fit. A row is held while it grows, so that in the mean it has half its response."""
+        work, longest = self.model.workload, self.model.row_bytes(self.shape, t_g)
+        share = (work.prompt_tokens + work.mean_response / 2) / (work.prompt_tokens + max(work.lengths))
         rows = self.model.replica_rows(devices, t_g)
-        waves = np.ceil(rows / np.clip(held, 1, rows)).astype(np.int64)
-        return np.where(held >= 1, waves, 0)
+        held = np.maximum(cache_bytes, longest) / (longest * share)
+        waves = np.ceil(WAVE_PARTS * np.maximum(1.0, rows / held)) / WAVE_PARTS
+        return np.where(cache_bytes >= longest, waves, 0.0)
 
-    def _generation(self, devices: int, t_g: int, waves: int) -> float:
+    def _generation(self, devices: int, t_g: int, waves: float) -> float:
         key = devices, t_g, waves
         if key not in self._generated:
             count = sum(call.kind == "generate" for call in self.calls)

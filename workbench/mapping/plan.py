@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,8 @@ from workbench.settings.layout import Layout
 if TYPE_CHECKING:
     import pandas as pd
 
+SURE = 0.95  # the chance from which on no trial is asked for
+
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -32,7 +35,8 @@ class CallPlan:
 @dataclass(frozen=True)
 class RolePlan:
     """A role of a set. inference, own_t_g: the layout of its forward passes, and tensor ranks of its generation, where
-    those calls have their own. calls: in the order of the iteration."""
+    those calls have their own. calls: in the order of the iteration. again: whether training recomputes activations.
+    """
 
     role: str
     layout: Layout
@@ -42,6 +46,7 @@ class RolePlan:
     lasting_bytes: int
     passing_bytes: int
     generation_bytes: int = 0
+    again: bool = False
 
     @property
     def t_g(self) -> int | None:
@@ -183,13 +188,14 @@ class Plan:
         return max(one.memory_bytes for one in self.sets)
 
     def memory(self) -> pd.DataFrame:
-        """One row a role: its set and devices, and bytes of each device by use. What is passing is held while the role
-        computes; the cache takes what models leave."""
+        """One row a role: its set and devices, whether it recomputes activations, and bytes of each device by use. What
+        is passing is held while the role computes; the cache takes what models leave."""
         import pandas as pd
 
         rows = [
-            {"role": role.role, "set": one.names[0], "devices": one.devices, "lasting_bytes": role.lasting_bytes,
-             "passing_bytes": role.passing_bytes, "generation_bytes": role.generation_bytes,
+            {"role": role.role, "set": one.names[0], "devices": one.devices, "recomputed": role.again,
+             "lasting_bytes": role.lasting_bytes, "passing_bytes": role.passing_bytes,
+             "generation_bytes": role.generation_bytes,
              "cache_bytes": one.cache_bytes if role.generation_bytes else 0}
             for one in self.sets for role in one.roles
         ]  # fmt: skip
@@ -262,7 +268,8 @@ class Plans:
 
     granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
     exact: whether allocations of every size were weighed, so that no plan is quicker by the cost model; with a
-    coarser granularity that holds among its multiples.
+    coarser granularity that holds among its multiples. error: relative, of a predicted iteration, where a workbench's
+    own measurements tell it.
     """
 
     plans: tuple[Plan, ...]
@@ -273,6 +280,30 @@ class Plans:
     placements_considered: int
     search_s: float
     exact: bool
+    error: float | None = None
+
+    @property
+    def chance(self) -> float | None:
+        """That the best plan is really quicker than the next, if the logarithms of predicted by true seconds are
+        normal, independent, and as large as `error`:  Phi(log(next / best) / (error sqrt 2)). None where no error is
+        known, or no other plan."""
+        if self.error is None or len(self.plans) < 2:
+            return None
+        apart = math.log(self.plans[1].iteration_s / self.best.iteration_s)
+        return 0.5 * (1 + math.erf(apart / (2 * max(self.error, 1e-9))))
+
+    @property
+    def advice(self) -> str:
+        """How sure the best plan is, and what one trial would decide; empty where no error is known."""
+        if self.chance is None:
+            return ""
+        after = self.plans[1]
+        told = (f"Predictions here are off by {self.error:.0%}: the best is really quicker than the next with a chance "
+                f"of {self.chance:.0%}.")  # fmt: skip
+        if self.chance >= SURE:
+            return told
+        return (f"{told} One iteration under the best decides it: if it takes more than "
+                f"{seconds_text(after.iteration_s)}, the next, {describe(after)}, is the better guess.")  # fmt: skip
 
     @property
     def best(self) -> Plan:
@@ -301,6 +332,7 @@ class Plans:
             "granularity": self.granularity,
             "search_s": self.search_s,
             "exact": self.exact,
+            **({} if self.chance is None else {"chance": self.chance}),
         }
 
     def _rows(self) -> list[Mapping[str, Any]]:
@@ -322,10 +354,11 @@ class Plans:
             "  " + "  ".join(str(value) if name == "plan" else f"{name} {value}" for name, value in row.items())
             for row in self._rows()
         ]
-        return "\n".join([self._caption(), *lines, self.best.why])
+        return "\n".join(filter(None, [self._caption(), *lines, self.best.why, self.advice]))
 
     def _repr_html_(self) -> str:
-        return table(self._rows(), caption=self._caption()) + f"<p>{self.best.why}</p>"
+        told = "".join(f"<p>{text}</p>" for text in (self.best.why, self.advice) if text)
+        return table(self._rows(), caption=self._caption()) + told
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
@@ -41,7 +42,9 @@ def predict(
     for pool in placement.pools:
         roles = tuple(role for role in pool.roles if role in shapes)
         if roles:
-            ways = [options[role].as_given(placement.layout_of(role), t_g) for role in roles]
+            laid_out = [(options[role], placement.layout_of(role)) for role in roles]
+            lasting = sum(one.as_given(layout, t_g).lasting for one, layout in laid_out)
+            ways = [one.as_given(layout, t_g, hardware.usable_bytes - lasting) for one, layout in laid_out]
             sets.append(set_plan(roles, ways, pool.devices, options, constants))
     if missing := sorted(set(shapes) - {role for one in sets for role in one.names}):
         raise BadInput(
@@ -55,7 +58,7 @@ def check_placement(placement: object) -> None:
     """Raise `BadInput` for anything else."""
     if not isinstance(placement, Placement):
         remedy = "write wb.Placement.split(4), or .of({...}); names are for search(placement=...)"
-        raise BadInput(f"placement {placement!r:.60}", "must be a Placement", remedy)
+        raise BadInput(f"placement {shown(placement)}", "must be a Placement", remedy)
 
 
 def set_plan(
@@ -71,7 +74,8 @@ def set_plan(
             weights = one.generation_bytes(way.t_g)
             cache = max(left - weights, model.row_bytes(one.shape, way.t_g))
         calls = one.calls_of(way, int(np.ceil(cache)))
-        placed.append(RolePlan(role, way.layout, way.inference, way.own_t_g, calls, way.lasting, way.passing, weights))
+        placed.append(RolePlan(role, way.layout, way.inference, way.own_t_g, calls, way.lasting, way.passing, weights,
+                               way.again))  # fmt: skip
     return SetPlan(tuple(placed), devices, transfers(roles, devices, options, constants), int(cache))
 
 

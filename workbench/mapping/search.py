@@ -6,7 +6,9 @@ A set of roles on n devices has a list of (generation, preparation, training) se
 out, of which those count that no other beats in all three. Two sets side by side take the larger of each number. So for
 a partition of the roles the best of all allocations is found by adding one set after another and keeping, for each
 number of devices, the triples that no other beats: what is dropped can end in no better plan, whatever comes after it,
-as sums and maxima grow with their parts. `tests/mapping` holds this against walking through all mappings.
+as sums and maxima grow with their parts. Within a set, roles are joined one after another in the same way: of those
+that generate nothing, what others beat in seconds, in lasting and in passing bytes is dropped. `tests/mapping` holds
+this against walking through all mappings.
 
 The printed algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
 `devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.
@@ -23,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants
+from workbench.mapping.fitting import settings_that_fit
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
@@ -39,10 +43,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_SIZES = 128  # of a set, in the grid of allocations: so fine is the granularity that is chosen
+COARSE = 16  # allocations of each set that are tried to tell whether a setting makes a placement fit
 POLICY = ("actor", "reference")
 Named = Literal["auto", "colocate", "split", "standalone"]
 
 Sets = tuple[tuple[str, ...], ...]
+# [ways, 5]: seconds by stage, lasting and passing bytes; DeepSpeed's tensor ranks, 0: none; an option for each role
+_Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +112,7 @@ def search(
     one_of("strategy", strategy, ("hybridflow", "v", "full"))
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     if not isinstance(models, Mapping):
-        raise BadInput(f"models={models!r:.60}", "a model for each role", 'write {"actor": "llama-7b", ...}')
+        raise BadInput(f"models={shown(models)}", "a model for each role", 'write {"actor": "llama-7b", ...}')
     if "cost_critic" not in models:
         workload = workload.with_roles(set(workload.roles) - {"cost_critic"})
     for role in models:
@@ -132,7 +139,16 @@ def search(
     halves = (devices // 2 // unit) if placement == "split" else None
     found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
     if not found:
-        raise BadInput(*_nothing_fits(options, devices, machine, placement, unit))
+
+        def fits(changed: Workload, shapes: Mapping[str, Shape], count: int) -> bool:
+            again = options_of(dict(shapes), machine, changed, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+            step = max(unit, count // COARSE)
+            other = _Search(again, changed, machine, constants, count, step, functions)
+            part = count // 2 // step if placement == "split" else None
+            return any(other.best(sets, part) is not None for sets in partitions)
+
+        remedies = settings_that_fit(fits, workload, shapes, devices)
+        raise BadInput(*_nothing_fits(options, devices, machine, placement, unit, remedies))
     least_s = min(plan.iteration_s for plan in found)
     found = ranked(replace(plan, dependencies=dependencies) for plan in found)
     proven = found[0].iteration_s <= least_s * (1 + 1e-9)
@@ -184,6 +200,7 @@ class _Search:
         self.devices, self.units, self.unit, self.functions = devices, devices // unit, unit, functions
         self._sets: dict[tuple[str, ...], list[Front]] = {}
         self._several: dict[Sets, list[Front]] = {}
+        self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
     def best(self, sets: Sets, exactly: int | None = None) -> Plan | None:
         """The quickest plan of a partition; None where none fits. exactly: units of each set."""
@@ -225,38 +242,59 @@ class _Search:
 
     def _alone(self, roles: tuple[str, ...], devices: int) -> Front:
         """The ways of a set on exactly so many devices."""
-        choices = [self.options[role].on(devices) for role in roles]
-        counts = [len(choice) for choice in choices]
-        if not all(counts):
-            return Front(np.zeros((0, 3)), ())
-        grids = np.meshgrid(*map(np.arange, counts), indexing="ij")
-        picks = np.stack([grid.ravel() for grid in grids], axis=1)  # [ways, roles]
-        columns = list(zip(choices, picks.T, strict=True))
-        lasting = sum(
-            (np.array([float(o.lasting) for o in some])[pick] for some, pick in columns), np.zeros(len(picks))
-        )
-        passing = np.max([np.array([o.passing for o in some])[pick] for some, pick in columns], axis=0)
-        fits = lasting + passing <= self.hardware.usable_bytes
-        sizes = [np.array([o.layout.t for o in some])[pick] for role, (some, pick) in zip(roles, columns, strict=True)
-                 if self.options[role].by_deepspeed]  # fmt: skip
-        for other in sizes[1:]:  # DeepSpeed knows one size of tensor groups a process
-            fits &= sizes[0] == other
-        picks, lasting = picks[fits], lasting[fits]
-        columns = list(zip(choices, picks.T, strict=True))
-        seconds = sum((np.array([o.seconds for o in some])[pick] for some, pick in columns), np.zeros((len(picks), 3)))
-        for n, role in enumerate(roles):
-            if self.options[role].generates:
-                sizes = np.array([option.t_g for option in choices[n]])[picks[:, n]]
-                seconds[:, 0] += self._generation(role, devices, sizes, lasting)
+        makers = [role for role in roles if self.options[role].generates]
+        others = tuple(role for role in roles if role not in makers)
+        figures, tensor, ways = self._together(others, devices)
+        index = np.arange(len(figures))
+        chosen: list[NDArray[np.int64]] = []
+        for role in makers:
+            figures, tensor, before, own = self._joined(figures, tensor, role, devices)
+            index, chosen = index[before], [*(picks[before] for picks in chosen), own]
+        seconds = figures[:, :3].copy()
+        for role, picks in zip(makers, chosen, strict=True):
+            sizes = np.array([option.t_g for option in self.options[role].on(devices)], dtype=np.int64)[picks]
+            seconds[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
         moved = transfers(roles, devices, self.options, self.constants)
         seconds += [one.seconds for one in moved.values()]
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
-        kept = possible[undominated(seconds[possible])]
-        ways = []
+        kept, origins = possible[undominated(seconds[possible])], []
         for k in kept:
-            laid_out = tuple(some[i] for some, i in zip(choices, picks[k], strict=True))
-            ways.append(((roles, Way(devices, laid_out)),))
-        return Front(seconds[kept], tuple(ways))
+            found = dict(zip(others, ways[index[k]], strict=True))
+            for role, picks in zip(makers, chosen, strict=True):
+                found[role] = self.options[role].on(devices)[picks[k]]
+            origins.append(((roles, Way(devices, tuple(found[role] for role in roles))),))
+        return Front(seconds[kept], tuple(origins))
+
+    def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:
+        """Roles that generate nothing: their layouts that no others beat in seconds and bytes, whatever comes to them
+        in a set: the set's seconds grow with theirs, and with what they leave to a cache. Those of several sizes of
+        DeepSpeed's tensor groups stand apart."""
+        if not roles:
+            return np.zeros((1, 5)), np.zeros(1, dtype=np.int64), [()]
+        if (roles, devices) not in self._ways:
+            figures, tensor, ways = self._together(roles[:-1], devices)
+            figures, tensor, before, own = self._joined(figures, tensor, roles[-1], devices)
+            kept: list[int] = []
+            for size in np.unique(tensor):
+                alike = np.flatnonzero(tensor == size)
+                kept += alike[undominated(figures[alike])].tolist()
+            options = self.options[roles[-1]].on(devices)
+            found = [(*ways[before[k]], options[own[k]]) for k in kept]
+            self._ways[roles, devices] = figures[kept], tensor[kept], found
+        return self._ways[roles, devices]
+
+    def _joined(self, figures: NDArray[np.float64], tensor: NDArray[np.int64], role: str, devices: int) -> Any:
+        """Ways with each option of one more role, where they fit: figures [ways, 5], DeepSpeed's tensor ranks (0: none;
+        it knows one size of groups a process), and for each the number of the way and of the option."""
+        options, deepspeed = self.options[role].on(devices), self.options[role].by_deepspeed
+        own = np.array([(*one.seconds, one.lasting, one.passing) for one in options], dtype=np.float64).reshape(-1, 5)
+        ranks = np.array([one.layout.t if deepspeed else 0 for one in options], dtype=np.int64)
+        joint = figures[:, None, :] + own[None]
+        joint[..., 4] = np.maximum(figures[:, None, 4], own[None, :, 4])
+        fits = joint[..., 3] + joint[..., 4] <= self.hardware.usable_bytes
+        fits &= (tensor[:, None] == 0) | (ranks[None] == 0) | (tensor[:, None] == ranks[None])
+        before, added = np.nonzero(fits)
+        return joint[before, added], np.maximum(tensor[before], ranks[added]), before, added
 
     def _generation(
         self, role: str, devices: int, sizes: NDArray[np.int64], lasting: NDArray[np.float64]
@@ -306,8 +344,9 @@ def _both(one: Sequence[Front], other: Sequence[Front], units: int) -> Front:
 
 
 def _nothing_fits(
-    options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str, unit: int
-) -> tuple[str, str, str]:
+    options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str, unit: int,
+    remedies: Sequence[str],
+) -> tuple[str, str, str]:  # fmt: skip
     from workbench.display.html import bytes_text
 
     needs = {
@@ -327,6 +366,5 @@ def _nothing_fits(
         f"placement {placement!r}",
         f"no layout was found that fits: weights, gradients and optimizers take {bytes_text(sum(needs.values()))} "
         f"({told}), and the devices have {bytes_text(devices * hardware.usable_bytes)} for them",
-        "take more devices, smaller models, or Workload(training=Training(...)) with activation_checkpointing=True, a "
-        "smaller micro_batch_tokens, or DeepSpeed's zero_stage=3",
+        f"with {', or '.join(remedies)} they fit" if remedies else "take smaller models, or many more devices",
     )

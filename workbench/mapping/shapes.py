@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.mapping.workload import Workload
 from workbench.placement.generation_memory import kv_elements_per_token
 from workbench.placement.role_model import TABLES, RoleModel, head_of
@@ -41,7 +43,7 @@ def config_of(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
         return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
                            num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
     if not isinstance(model, str | Path):
-        raise BadInput(f"model {model!r:.60}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
+        raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
     from workbench.models.loading import read_config
 
     return read_config(model)
@@ -74,6 +76,9 @@ class Shape:
 
     role: RoleModel
     _held: dict[tuple[int, int, int, int], int] = field(default_factory=dict, init=False, repr=False)
+    _matrices: dict[int, tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def nbytes(self) -> int:
@@ -105,18 +110,32 @@ class Shape:
         return heads * int(getattr(self._text, "head_dim", None) or self.hidden // heads)
 
     @cached_property
+    def inner(self) -> int:
+        """Elements of an MLP's hidden state."""
+        text = self._text
+        return int(getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * self.hidden)
+
+    def matrices(self, t: int) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+        """The matrices that every token is multiplied with, of the layers and of the head, as one of t tensor ranks has
+        them: how many there are of each (elements out, elements in). A tied table counts as the head that it is."""
+        if t not in self._matrices:
+            weights = self.role.weights
+            has_head = any(weight.name.startswith("lm_head.") for weight in weights)
+            tied = self.role.head == "lm" and not has_head
+            layers, head = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+            for weight in weights:
+                module = weight.name.split(".")[-2]
+                is_head = module == "lm_head" or (tied and module in ("embed_tokens", "wte"))
+                if len(weight.shape) == 2 and (is_head or module not in TABLES):
+                    rows, columns = weight.local_shape(0, t)
+                    (head if is_head else layers)[rows, columns] += 1
+            self._matrices[t] = layers, head
+        return self._matrices[t]
+
+    @cached_property
     def product_elements(self) -> int:
-        """Elements of the matrices that every token is multiplied with; a tied table counts as the head that it is."""
-        names = {weight.name for weight in self.role.weights}
-        has_head = any(name.startswith("lm_head.") for name in names)
-        tied = self.role.head == "lm" and not has_head
-        counted = 0
-        for weight in self.role.weights:
-            module = weight.name.split(".")[-2]
-            table = module in TABLES and module != "lm_head" and not (tied and module in ("embed_tokens", "wte"))
-            if len(weight.shape) == 2 and not table:
-                counted += weight.numel
-        return counted
+        """Elements of the matrices that every token is multiplied with."""
+        return sum(n * k * count for matrices in self.matrices(1) for (n, k), count in matrices.items())
 
     @cached_property
     def elements(self) -> int:
@@ -130,6 +149,12 @@ class Shape:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token, all layers, in the dtype of generation."""
         return kv_elements_per_token(self.role) * self.role.frozen_bytes
+
+    @cached_property
+    def keys(self) -> int:
+        """Elements of a layer's keys."""
+        heads = int(getattr(self._text, "num_attention_heads", None) or 1)
+        return self.queries // heads * self.key_heads
 
     @cached_property
     def key_heads(self) -> int:

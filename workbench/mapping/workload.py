@@ -73,7 +73,10 @@ class Workload:
     row, or a sample of lengths, whose mean fills passes and whose longest row ends generation. rows: responses an
     iteration (prompts x samples). updates: optimizer steps that an epoch cuts the rows into. epochs: over the rows.
     dtype: in which products are computed. training: the engine of what is trained, its micro-batches and whether
-    activations are recomputed.
+    activations are recomputed. engine: "cluster": of roles that the torch engine trains, memory and speed are those of
+    systems on clusters (Megatron's distributed optimizer, ZeRO-1): bfloat16 weights, fp32 gradients, and optimizer
+    states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
+    `training` says, and this workbench's engines do.
     """
 
     algorithm: str = "ppo"
@@ -87,6 +90,7 @@ class Workload:
         default_factory=lambda: Training(engine="torch", micro_batch_tokens=4096, activation_checkpointing=True)
     )
     calls: tuple[Call, ...] = ()
+    engine: Literal["cluster", "workbench"] = "cluster"
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
@@ -99,6 +103,7 @@ class Workload:
         if self.rows < self.updates:
             raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update takes a row or more",
                            "take more rows, or fewer updates")  # fmt: skip
+        one_of("Workload.engine", self.engine, ("cluster", "workbench"))
         one_of("Workload.dtype", self.dtype, ("bfloat16", "float32"))
         names = [call.name for call in self.calls]
         for call in self.calls:
@@ -143,6 +148,10 @@ class Workload:
         """The calls of a role."""
         return tuple(call for call in self.calls if call.role == role)
 
+    def shards_optimizer(self, trained_by: str) -> bool:
+        """Whether optimizer states of a role that `RoleModel.engine` trains are cut over its replicas."""
+        return trained_by in ("zero1", "zero2", "zero3") or (trained_by == "torch" and self.engine == "cluster")
+
     def without(self, names: Iterable[str]) -> Workload:
         """Without some calls; those that read them read what these read."""
         gone = set(names)
@@ -176,4 +185,4 @@ class Workload:
         rows = getattr(algorithm, "prompts", 1) * getattr(algorithm, "samples", 1)
         return cls(algorithm=type(algorithm).__name__, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
                    rows=rows, updates=lead.training.minibatches, epochs=getattr(algorithm, "epochs", 1),
-                   dtype=lead.dtype, training=lead.training, calls=tuple(calls))  # fmt: skip
+                   dtype=lead.dtype, training=lead.training, calls=tuple(calls), engine="workbench")  # fmt: skip

@@ -12,7 +12,7 @@ from workbench.batches.location import Pull
 from workbench.batches.row_encoding import pack
 from workbench.messages.replies import UpdatePart
 from workbench.placement import host_name
-from workbench.settings.engines import ShareMemory
+from workbench.settings.engines import ShareMemory, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class Call:
 
     key: name of the shard that its output becomes. keep: whether the output is part of the stage's result; what other
     ranks return is dropped. updates, resume_from: whether it updates the role, and where an interrupted update goes on.
-    pulls: for each set of columns, which rows to pull from which shard.
+    training: how an update trains the role. all_valid: whether rows that are not valid are refused. pulls: for each set
+    of columns, which rows to pull from which shard.
 
     Pickled, it takes few bytes a row at most, so that the controller's messages stay small however many rows there are.
     """
@@ -78,6 +79,8 @@ class Call:
     submitted_s: float = 0.0
     updates: bool = False
     resume_from: UpdatePart | None = None
+    training: Training | None = None
+    all_valid: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(

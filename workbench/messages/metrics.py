@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workbench.errors import StageError
+from workbench.errors.plain_text import shown
+from workbench.support.intervals import clustered_half_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,29 @@ class SampleSize:
         return self.total**2 / (self.count * self.squares) if self.squares > 0 else 0.0
 
 
-Metric = Mean | Max | SampleSize
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A metric that is half the width of the 95 % interval of a mean over samples in clusters, by number of the cluster
+    its samples' sum and count."""
+
+    clusters: Mapping[int, tuple[float, float]]
+
+    def merge(self, other: Interval) -> Interval:
+        """The interval over the samples of both."""
+        found = dict(self.clusters)
+        for name, (total, count) in other.clusters.items():
+            total_before, count_before = found.get(name, (0.0, 0.0))
+            found[name] = (total_before + total, count_before + count)
+        return Interval(clusters=found)
+
+    @property
+    def value(self) -> float:
+        """See `clustered_half_width`; NaN for fewer than two clusters."""
+        totals = [total for total, _ in self.clusters.values()]
+        return clustered_half_width(totals, [count for _, count in self.clusters.values()])
+
+
+Metric = Mean | Max | SampleSize | Interval
 Metrics = dict[str, Metric]
 
 
@@ -69,9 +94,10 @@ def merge_metrics(into: Metrics, more: Mapping[str, Metric]) -> Metrics:
 
 
 def reported(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Their values by name; a mean of nothing, as of an update all of whose rows were skipped, is not a number and is
-    left out."""
-    return {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+    """Their values by name; a mean of nothing, as of an update all of whose rows were skipped, and the interval of one
+    cluster are not numbers and are left out."""
+    values = {name: metric.value for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+    return {name: v for name, v in values.items() if not (isinstance(metrics[name], Interval) and math.isnan(v))}
 
 
 def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
@@ -86,7 +112,7 @@ def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
             metrics[name] = value
         else:
             raise StageError(
-                f"metric {name!r} is {value!r:.60}, a {type(value).__name__}",
+                f"metric {name!r} is {shown(value)}, a {type(value).__name__}",
                 "a metric is a number, a Mean, a Max or a SampleSize",
                 "turn a tensor into a number with float(tensor)",
             )

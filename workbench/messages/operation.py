@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
 from workbench.messages.protocols import PROTOCOLS, TransferProtocol
 from workbench.models.spec import Model
@@ -51,7 +52,8 @@ class Operation:
     every column of Python objects.
     writes: columns that it adds, or such a function.
     minibatched: rows are dealt out minibatch by minibatch, see `Training.minibatches`.
-    updates: takes optimizer steps, so its minibatches must be equally large.
+    updates: takes optimizer steps, so its minibatches must be equally large. One that has "valid" among `optional` says
+    that it leaves out rows that are not valid (`Shard.valid_mask`); others refuse a batch with such rows.
     generates: asks something of the generation engine, which other operations send to sleep where roles share memory.
     samples: the argument `samples` asks for every row that many times. check: raises for arguments that are out of
     range; `reads`, `optional`, `writes` and `check` are given all arguments by name, defaults filled in.
@@ -82,6 +84,12 @@ class Operation:
         """Whether the first argument is a batch."""
         return bool(self.reads)
 
+    @property
+    def counts_all_rows(self) -> bool:
+        """Whether it learns from each row that it is given, also from one that is not valid."""
+        assert not callable(self.optional), "its arguments have to be given first"
+        return self.updates and self.takes_batch and "valid" not in self.optional
+
     def needed(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """The columns that it reads with these arguments."""
         return self.reads(arguments) if callable(self.reads) else self.reads
@@ -104,8 +112,12 @@ class Operation:
         """All columns of a batch that go to the ranks."""
         assert not callable(self.optional), "its arguments have to be given first"
         more = batch.text_names if ALL_TEXT in self.optional else ()
-        named = tuple(name for name in self.optional if name in batch.names)
-        return tuple(dict.fromkeys((*needed, *more, *named)))
+        asked = (*self.optional, "valid") if self.counts_all_rows else self.optional
+        named = tuple(name for name in asked if name in batch.names)
+        names = dict.fromkeys((*needed, *more, *named))
+        if "response_ids" in names and CONTEXT_STARTS in batch.names:
+            names[CONTEXT_STARTS] = None
+        return tuple(names)
 
 
 @checked_call("wb.register")

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.batches.columns import ColumnValues, Table
+from workbench.batches.scored_rows import ScoredRows
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import Frame, Raised, chain_of, is_users
+from workbench.errors.plain_text import said
 from workbench.messages.metrics import Metric, Metrics
 
 
@@ -30,7 +32,7 @@ class Output:
     """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
 
     metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
-    such as why an optimizer step was skipped. failed: rows that are in the columns, and failed.
+    such as why an optimizer step was skipped. failed: rows that are in the columns, and failed. scored: of rewards.
     """
 
     columns: Table = field(default_factory=dict)
@@ -39,6 +41,7 @@ class Output:
     notes: tuple[str, ...] = ()
     value: Any = None
     failed: FailedRows | None = None
+    scored: ScoredRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class Reply:
     failure: Failure | None = None
     stopped: UpdatePart | None = None
     failed: FailedRows | None = None
+    scored: ScoredRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,7 @@ class Failure:
             chain = chain[:-1]  # its message is the whole error's, and how a function was called is no news
         says_all = isinstance(error, WorkbenchError) and not any(map(_of_user, chain))
         return cls(
-            kind=type(error).__name__, message=str(error), chain=chain, error=error, remedy=remedy, says_all=says_all
+            kind=type(error).__name__, message=said(error), chain=chain, error=error, remedy=remedy, says_all=says_all
         )
 
     @property
@@ -130,7 +134,7 @@ class Failure:
         state = dict(self.__dict__)
         try:
             pickle.loads(pickle.dumps(self.error))
-        except Exception:
+        except BaseException:  # that of any class
             state["error"] = None
         if self.error is not None:  # its frames hold on to this process's tensors
             self.error.__traceback__ = None

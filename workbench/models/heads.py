@@ -8,7 +8,9 @@ tokens of all of them together, N positions, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -17,8 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
+from workbench.models.chosen_log_probs import ChosenLogProbs
+from workbench.models.float32_head import compute_in_float32
 from workbench.models.packing import Pack, run_packed, tried_once, use_packing
 from workbench.models.tensor_parallel import VocabularyParallelHead
+from workbench.models.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,18 +115,23 @@ class TokenLogProbs(PackedModule):
     Where the head's weight is sharded over ranks (ZeRO stage 3) each call gathers it, so every rank must make equally
     many: ceil(micro_batch_tokens / 512), for any N.
 
+    float32_head: compute logits in fp32, see `compute_in_float32`.
     aliases: for each weight all names that the model has for it: a tied head has two. vocabulary: the weights with a
     row for each token. Both of the whole model, by transformers' names.
 
     Raises `BadInput` for a model whose logits are not head(hidden state), such as one with soft-capped logits.
     """
 
-    def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, micro_batch_tokens: int | None = None, float32_head: bool = False
+    ) -> None:
         super().__init__()
         self.model = model.eval()
         self.aliases, self.vocabulary = _aliases(model), _vocabulary(model)
         self.expect(micro_batch_tokens or 2048)
         _require_plain_head(model)
+        if float32_head:
+            compute_in_float32(model)
         self.padded_because = use_packing(model)
 
     def forward(
@@ -134,15 +144,19 @@ class TokenLogProbs(PackedModule):
         with_entropy: bool = False,
         after: Sequence[int] = (),
         reader: LogitsReader | None = None,
-    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        with_hidden: bool = False,
+        sets: TokenSets | None = None,
+    ) -> Any:
         """(log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, what it reads [N, width].
+        with_hidden: two more, the hidden states [N, hidden] at the positions, and `each_logits` for them.
 
         input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
-        `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. Values with and
-        without grad are equal to the last bit.
+        `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. sets: of
+        tokens that have a probability at each of the N; None: all have. Values with and without grad are equal to the
+        last bit.
         """
         hidden = self.hidden_states(input_ids, lengths, after)
-        return self.read(hidden, positions, targets, temperature, with_entropy, reader)
+        return self.read(hidden, positions, targets, temperature, with_entropy, reader, with_hidden, sets)
 
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
@@ -158,32 +172,65 @@ class TokenLogProbs(PackedModule):
         temperature: float = 1.0,
         with_entropy: bool = False,
         reader: LogitsReader | None = None,
-    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        with_hidden: bool = False,
+        sets: TokenSets | None = None,
+    ) -> Any:
         if temperature <= 0:
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
         hidden = hidden.index_select(0, positions)
-        sharded = any(hasattr(weight, "ds_id") for weight in self.model.get_output_embeddings().parameters())
-        calls = max(1, -(-(self.micro_batch_tokens if sharded else len(positions)) // ROWS_PER_CALL))
-
-        def call(function: Any, *args: Any) -> Any:
-            # Recomputing the logits in the backward pass keeps [N, V] from ever living in memory.
-            if torch.is_grad_enabled():
-                return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-            return function(*args)
-
         if reader is not None:
-            cuts = hidden.tensor_split(calls)
-            ends = list(itertools.accumulate(map(len, cuts)))
-            places = [slice(end - len(cut), end) for cut, end in zip(cuts, ends, strict=True)]
-            return torch.cat([call(self._read, *part, temperature, reader) for part in zip(cuts, places, strict=True)])
+            return self.each_logits(
+                hidden, lambda logits, places: reader(torch.log_softmax(logits, dim=-1), places), temperature
+            )
+        calls = self._calls(len(hidden))
         parts: list[Any] = [
-            call(self._score, *part, temperature, with_entropy)
-            for part in zip(hidden.tensor_split(calls), targets.tensor_split(calls), strict=True)
+            _recomputed(self._score, *part, temperature, with_entropy)
+            for part in zip(
+                hidden.tensor_split(calls),
+                targets.tensor_split(calls),
+                [None] * calls if sets is None else sets.tensor_split(calls),
+                strict=True,
+            )
         ]
         entropy = torch.cat([part[1] for part in parts]) if with_entropy else None
-        return torch.cat([part[0] for part in parts]), entropy
+        scored = torch.cat([part[0] for part in parts]), entropy
+        if not with_hidden:
+            return scored
+        kind = hidden.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return *scored, hidden, partial(self.each_logits, temperature=temperature, autocast=autocast, sets=sets)
+
+    def each_logits(
+        self,
+        hidden: Tensor,
+        function: Callable[[Tensor, slice], Tensor],
+        temperature: float = 1.0,
+        autocast: torch.dtype | None = None,
+        sets: TokenSets | None = None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """What a function gives for logits / temperature [n, V], fp32, and the place of these n among the N hidden
+        states [N, hidden]: called for one part after another, and again in the backward pass.
+
+        autocast: in which the head computes. sets: of tokens that have a probability, see `forward`; the logits of
+        others are `IMPOSSIBLE`. numbers [N]: which of the sets are those of the hidden states; None: all, in order. As
+        in `forward`, each rank must call it equally often where the head's weight is sharded.
+        """
+        calls = self._calls(len(hidden))
+        cuts = hidden.tensor_split(calls)
+        if sets is not None and numbers is not None:
+            sets = sets.take(numbers.cpu())
+        of_cuts = [None] * calls if sets is None else sets.tensor_split(calls)
+        ends = list(itertools.accumulate(map(len, cuts)))
+        places = [slice(end - len(cut), end) for cut, end in zip(cuts, ends, strict=True)]
+        read = partial(self._read, function=function, temperature=temperature, autocast=autocast)
+        return torch.cat([_recomputed(read, *part) for part in zip(cuts, places, of_cuts, strict=True)])
+
+    def _calls(self, positions: int) -> int:
+        sharded = any(hasattr(weight, "ds_id") for weight in self.model.get_output_embeddings().parameters())
+        return max(1, -(-(self.micro_batch_tokens if sharded else positions) // ROWS_PER_CALL))
 
     def unread(
         self, positions: Tensor, with_entropy: bool = False, reader: LogitsReader | None = None, **asked: Any
@@ -194,19 +241,29 @@ class TokenLogProbs(PackedModule):
         return zeros, zeros.clone() if with_entropy else None
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        self, hidden: Tensor, targets: Tensor, sets: TokenSets | None, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         head: Any = self.model.get_output_embeddings()
         if isinstance(head, VocabularyParallelHead):
-            scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy)
+            scored: tuple[Tensor, Tensor | None] = head(hidden, targets, temperature, with_entropy, sets)
             return scored
         # Called as a module: the hooks that gather a sharded weight (and adapters) act only then.
-        return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy))
+        return cast(Any, ChosenLogProbs.apply(head(hidden), targets, temperature, with_entropy, sets))
 
-    def _read(self, hidden: Tensor, positions: slice, temperature: float, reader: LogitsReader) -> Tensor:
+    def _read(
+        self,
+        hidden: Tensor,
+        places: slice,
+        sets: TokenSets | None,
+        function: Callable[[Tensor, slice], Tensor],
+        temperature: float,
+        autocast: torch.dtype | None,
+    ) -> Tensor:
         head: Any = self.model.get_output_embeddings()
-        logits = head.whole_logits(hidden) if isinstance(head, VocabularyParallelHead) else head(hidden)
-        return reader(torch.log_softmax(logits.float() / temperature, dim=-1), positions)
+        with torch.autocast(hidden.device.type, autocast) if autocast else nullcontext():
+            logits = head.whole_logits(hidden) if isinstance(head, VocabularyParallelHead) else head(hidden)
+        scaled = logits.float() / temperature
+        return function(scaled if sets is None else sets.masked(scaled), places)
 
     def weight_names(self) -> dict[str, str]:
         """Own parameter name -> transformers' name; tied weights once, and none of an adapter's."""
@@ -214,40 +271,11 @@ class TokenLogProbs(PackedModule):
         return {name: name.removeprefix("model.").replace(".base_layer.", ".") for name in names}
 
 
-class ChosenLogProbs(torch.autograd.Function):
-    """(log softmax(logits / temperature) at `targets` [N], the entropy [N] or None), fp32, of logits [N, V].
-
-    Its gradient is written into what the forward pass saved, where autograd would allocate a tensor of [N, V] for each
-    step of the formula:
-
-        d chosen / d logits = (onehot(target) - p) / temperature
-        d entropy / d logits = -p (log p + entropy) / temperature
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        scaled = logits.float() if temperature == 1 else logits.float() / temperature
-        log_probs = torch.log_softmax(scaled, dim=-1)
-        entropy = -log_probs.exp().mul_(log_probs).sum(-1) if with_entropy else None
-        ctx.save_for_backward(log_probs, targets, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.set_materialize_grads(False)
-        return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
-
-    @staticmethod
-    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        log_probs, targets, entropy = ctx.saved_tensors
-        factor = 0.0 if of_chosen is None else -of_chosen[:, None]
-        if of_entropy is not None:
-            factor = factor - of_entropy[:, None] * (log_probs + entropy[:, None])
-        gradient = log_probs.exp_().mul_(factor)
-        if of_chosen is not None:
-            gradient[torch.arange(len(targets), device=targets.device), targets] += of_chosen
-        if ctx.temperature != 1:
-            gradient /= ctx.temperature
-        return gradient.to(ctx.dtype), None, None, None
+def _recomputed(function: Any, *args: Any) -> Any:
+    """A part of the head's work. Computing the logits again in the backward pass keeps [N, V] out of memory."""
+    if torch.is_grad_enabled():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return function(*args)
 
 
 class TokenValues(PackedModule):

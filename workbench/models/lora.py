@@ -56,9 +56,7 @@ def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise MissingDependency(
-            "peft is not installed", "an adapter needs it", "pip install 'workbench[lora]'"
-        ) from error
+        raise MissingDependency.of("peft", "an adapter needs it", "lora") from error
     there = _linear_layers(model)
     targets = there if lora.targets is None else lora.targets
     if unknown := sorted(set(targets) - set(there)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from workbench.errors import ModelUnavailable
 from workbench.models.bundled import BUNDLED, bundled_folder
 from workbench.models.tiny import TINY, tiny_folder
+from workbench.support.files import path_of
 
 HUB_TIMEOUT_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -22,13 +23,13 @@ def resolve(name: str | Path) -> Path:
     """The folder of the model `name`: a bundled or tiny name, a local folder, or a hub id.
 
     A hub id is answered from the local hub cache, without the network, when it is whole there; else it is downloaded.
-    Raises `ModelUnavailable`, within seconds also where there is no network.
+    Raises `ModelUnavailable`, within seconds also where there is no network, and `BadInput` for what is no path.
     """
     if name in BUNDLED:
         return bundled_folder(str(name))
     if name in TINY:
         return tiny_folder(str(name))
-    folder = Path(name).expanduser()
+    folder = path_of(name, "a model's path")
     if folder.exists():
         return _local(folder)
     if isinstance(name, Path) or not _HUB_ID.fullmatch(name):
@@ -39,9 +40,9 @@ def resolve(name: str | Path) -> Path:
 def config_file(name: str | Path) -> Path:
     """The config.json of a model, or `name` itself where it is a file; of a hub id only that file is fetched.
 
-    Raises `ModelUnavailable`.
+    Raises `ModelUnavailable`, and `BadInput` for what is no path.
     """
-    path = Path(name).expanduser()
+    path = path_of(name, "a model's path")
     if name in BUNDLED or name in TINY or path.is_dir():
         return resolve(name) / "config.json"
     if path.is_file():

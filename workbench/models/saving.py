@@ -12,9 +12,17 @@ from workbench.models.resolve import resolve
 from workbench.models.tokenizers import load_tokenizer
 from workbench.support.files import new_folder
 
+SHARD_GB = 5.0
+CARD = "README.md"  # where the hub looks for it
 
-def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool) -> None:
+
+def write_model(
+    folder: Path, weights: Mapping[str, Tensor], name: str | Path, *, scalar_head: bool, card: str = "",
+    shard_gb: float = SHARD_GB,
+) -> None:  # fmt: skip
     """Weights by transformers' names, with configuration and tokenizer of the model `name`, appear in `folder` at once.
+    card: a model card in Markdown, "" for none. shard_gb: of a safetensors file, in 1e9 bytes; more weights go into
+    several with an index, and one weight that is larger has a file of its own.
 
     scalar_head: it is a model with a head of one score, which transformers calls sequence classification. Its classes
     read `score.weight` and drop the bias, which holds the level of the scores (the part that does not depend on the
@@ -36,7 +44,9 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], name: str | Path, *
             GenerationConfig.from_pretrained(origin).save_pretrained(part)
         config.save_pretrained(part)
         load_tokenizer(name).save_pretrained(part)
-        save_torch_state_dict(dict(weights), part)
+        save_torch_state_dict(dict(weights), part, max_shard_size=max(1, int(shard_gb * 1e9)))
+        if card:
+            (part / CARD).write_text(card)
 
 
 def level_outside(bias: float) -> str:

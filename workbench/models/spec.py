@@ -8,10 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.models.lora import LoRA
-from workbench.settings.engines import DType, Generation, Training
+from workbench.settings.engines import DType, Generation, Sampling, Training
 from workbench.settings.roles import TRAINED_ROLES
 from workbench.support.validation import NonNegativeInt, settings
+
+
+@settings()
+class Judging:
+    """The model of a judge, what it is asked, and how it answers; see `wb.Judge`."""
+
+    model: str
+    rubric: str
+    sampling: Sampling
+    seed: NonNegativeInt = 0
 
 
 @settings(kw_only=False)
@@ -20,12 +31,15 @@ class Model:
 
     name: hub id, local folder, `smollm2-135m` (bundled), or a tiny random model (`tiny-llama`, ...).
     function: for reward and cost, a rule in place of a model: `fn(prompt, response, **row) -> float`.
-    dtype: "float32" or "bfloat16". A trained role computes in it and keeps fp32 master weights.
+    dtype: "float32", "bfloat16" or "float16". A trained role computes in it and keeps fp32 master weights. With
+        "float16" losses are scaled: a step whose gradient overflows is skipped, and the scale is halved (metrics
+        `skipped/fraction`, `loss_scale`).
     adapter: of the actor: only it is trained, and without it the actor is the reference, where no other is declared.
     training, generation: engine settings of trained roles, and of the actor's rollouts. A reward or cost model is
         trained only where its settings are given here; else it is just run, with less memory.
     worker: a subclass of the role's worker class, with operations of your own.
     seed: seeds the head of a critic, reward or cost model that has none saved, and the adapter.
+    judge: of a function that scores judgements, the model that writes them: see `wb.Judge`, which makes both.
     """
 
     name: str | Path | None = None
@@ -36,6 +50,7 @@ class Model:
     generation: Generation | None = None
     worker: type | None = None
     seed: NonNegativeInt = 0
+    judge: Judging | None = None
     trained: bool = field(default=False, init=False)  # `filled` knows
 
     def __post_init__(self) -> None:
@@ -44,7 +59,9 @@ class Model:
 
     def __str__(self) -> str:
         """What it is, shortly: the name of the model, with its adapter, or of the function."""
-        name = str(self.name or getattr(self.function, "__name__", "function"))
+        name = str(
+            self.name or (self.judge and f"judge {self.judge.model}") or getattr(self.function, "__name__", "function")
+        )
         return name if self.adapter is None else f"{name} + {self.adapter}"
 
     @classmethod
@@ -58,7 +75,7 @@ class Model:
             model = cls(function=value)
         else:
             raise BadInput(
-                f"models[{role!r}]={value!r}",
+                f"models[{role!r}]={shown(value)}",
                 "a role is a model name, a folder, a function (reward, cost) or a wb.Model",
             )
         if model.function is not None and role not in ("reward", "cost"):

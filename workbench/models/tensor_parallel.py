@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from workbench.models.token_sets import TokenSets
+
 
 class TensorGroup(Protocol):
     """The ranks of a tensor group."""
@@ -98,26 +100,43 @@ class VocabularyParallelHead(nn.Module):
     """Rows [start, start + len(weight)) of an output head: log-probabilities without gathering logits.
 
     The ranks find the largest logit, then add up their sums of exponentials, the chosen token's logit (of the one rank
-    that has it), and for the entropy sum exp(logit) x logit.
+    that has it), and for the entropy sum exp(logit) x logit. in_float32: compute the logits in fp32.
     """
 
-    def __init__(self, linear: nn.Linear, start: int, group: TensorGroup) -> None:
+    def __init__(self, linear: nn.Linear, start: int, group: TensorGroup, *, in_float32: bool = False) -> None:
         super().__init__()
         self.weight, self.bias, self.start, self._group = linear.weight, linear.bias, start, group
-        self._vocabulary = linear.out_features
+        self._vocabulary, self._in_float32 = linear.out_features, in_float32
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Of this rank's tokens."""
+        hidden = enter(hidden, self._group)
+        if not self._in_float32:
+            return nn.functional.linear(hidden, self.weight, self.bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
         """The logits of the whole vocabulary [N, V], on every rank: for a few positions at a time."""
-        logits = nn.functional.linear(enter(hidden, self._group), self.weight, self.bias)
+        logits = self._logits(hidden)
         behind = self._vocabulary - self.start - len(self.weight)
         return leave(nn.functional.pad(logits, (self.start, behind)), self._group)
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        sets: TokenSets | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(log softmax(logits / temperature) at `targets`, entropies or None), each fp32 [N], from hidden states
-        [N, H]; `targets` [N] are tokens of the whole vocabulary."""
-        logits = nn.functional.linear(enter(hidden, self._group), self.weight, self.bias).float() / temperature
+        [N, H]; `targets` [N] are tokens of the whole vocabulary, and so are those of the sets, outside which the
+        probability is 0."""
+        logits = self._logits(hidden).float() / temperature
+        if sets is not None:
+            logits = sets.masked(logits, self.start)
         logits = logits - self._group.all_reduce_max(logits.detach().amax(-1))[:, None]
         columns, here = _rows_here(targets, self.start, len(self.weight))
         chosen = torch.where(here, logits.gather(-1, columns[:, None])[:, 0], 0.0)

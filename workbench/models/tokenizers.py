@@ -15,6 +15,8 @@ from workbench.models.resolve import resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from workbench.models.chat_format import ChatFormat
+
 # Names that model families give to a token meant for padding, then names of tokens that no conversation contains.
 _FILLERS = (
     "<|pad|>",
@@ -75,7 +77,7 @@ def _filler(tokenizer: Any, name: str) -> str:
     """A special token that the chat template does not write and that neither begins nor ends a sequence."""
     template = tokenizer.chat_template or ""
     template = template if isinstance(template, str) else " ".join(template.values())
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     taken = {tokenizer.eos_token, tokenizer.bos_token}
     free = [token for token in special if token not in taken and token not in template]
     for token in (*_FILLERS, tokenizer.unk_token, *free):
@@ -88,19 +90,20 @@ def _filler(tokenizer: Any, name: str) -> str:
     )
 
 
-def _special_tokens(tokenizer: Any) -> list[str]:
+def special_tokens(tokenizer: Any) -> list[str]:
     """Special tokens in the order of their ids, those without a role (repository name, reserved, ...) among them."""
     added: Iterable[tuple[int, Any]] = sorted(tokenizer.added_tokens_decoder.items())
     return [token.content for _, token in added if token.special]
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], *, chat: bool | None = None
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], *, chat: bool | ChatFormat | None = None
 ) -> list[int]:
     """Token ids of a prompt, up to where the response begins.
 
     prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
-    chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template.
+    chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template. A
+    `ChatFormat` says what more it is given.
     """
     is_text = isinstance(prompt, str)
     if not prompt:
@@ -120,8 +123,9 @@ def render_prompt(
             "pass texts with chat=False, choose an instruction-tuned model, or set tokenizer.chat_template",
         )
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if is_text else prompt
+    text = rendered(tokenizer, messages) if isinstance(chat, bool) else chat.text(tokenizer, prompt)
     # the template writes all special tokens; how long it may be, the caller knows
-    return list(tokenizer(rendered(tokenizer, messages), add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def is_text(value: object) -> bool:
@@ -132,6 +136,21 @@ def is_text(value: object) -> bool:
         value.encode()
     except UnicodeEncodeError:
         return False
+    return True
+
+
+def has_texts(value: object) -> bool:
+    """Whether all texts in a value of lists and mappings, the names in the mappings included, are such as `is_text`
+    takes."""
+    left, seen = [value], set[int]()
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            if not is_text(one):
+                return False
+        elif isinstance(one, (list, tuple, dict)) and id(one) not in seen:  # one that holds itself ends too
+            seen.add(id(one))
+            left += [*one, *one.values()] if isinstance(one, dict) else one
     return True
 
 
@@ -154,7 +173,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
         return eos
     behind = text.rpartition(TURN)[2].lstrip() if TURN in text else ""
     first = tokenizer.encode(behind, add_special_tokens=False)[:1]
-    return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in _special_tokens(tokenizer) else eos
+    return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in special_tokens(tokenizer) else eos
 
 
 def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.support.rules import shown
+from workbench.errors.plain_text import shown
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -35,6 +35,15 @@ def same_shape(**tensors: Tensor) -> None:
                 f"{first} has shape {list(head.shape)}, {name} has shape {list(tensor.shape)}",
                 "both must have the same shape",
                 "index or pad them in the same way",
+            )
+
+
+def are_moments(**sums: Tensor) -> None:
+    """Raise `BadInput`, naming the shape, unless all have that of `moments`."""
+    for name, tensor in sums.items():
+        if tensor.shape != (3,):
+            raise BadInput(
+                f"{name} has shape {list(tensor.shape)}", "must be [count, sum, sum of squares], as from moments()"
             )
 
 
@@ -58,7 +67,8 @@ def within(name: str, value: float, low: float, high: float = float("inf")) -> N
     if not isinstance(value, numbers.Real):
         raise BadInput(f"{name}={shown(value)}", "must be a number")
     if not low <= value <= high:
-        raise BadInput(f"{name}={shown(value)}", f"must lie in [{low}, {high}]")
+        remedy = f"give {low:g} or more" if high == math.inf else f"give a number from {low:g} to {high:g}"
+        raise BadInput(f"{name}={shown(value)}", f"must lie in [{low}, {high}]", remedy)
     if LARGEST < value < math.inf:
         raise BadInput(f"{name}={shown(value)}", f"must be at most {LARGEST:.1e}, the largest of 32 bits, or infinite")
 

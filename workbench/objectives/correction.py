@@ -6,6 +6,7 @@ policy loss is an expectation, not what is minimised. Suffixes: see `arguments`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.validation import Number, Rule, settings
 
 Level = Literal["token", "sequence", "geometric"]
-Bound = Literal["truncate", "mask"]
+Bound = Literal["truncate", "mask", "second_moment"]
+SECOND_MOMENT = 0.04  # of M2PO
 MAX_RAW_LOG = 300.0  # exp(2 x 300) times any number of tokens is finite in float64
 
 
@@ -27,14 +29,26 @@ MAX_RAW_LOG = 300.0  # exp(2 x 300) times any number of tokens is finite in floa
 class Correction:
     """How the importance weight of each token is made, and bounded.
 
-    Both log-probabilities are over all tokens: rollouts sampled with top-p, top-k or min-p are refused.
+    Both log-probabilities are over the same tokens: rollouts sampled with top-p, top-k or min-p are refused unless
+    their sampling mask is kept.
 
     level: "token": of the token alone (biased for sequences, little variance); "sequence": the product over the
         response (unbiased, much variance); "geometric": its geometric mean, the typical token of the response.
     bound: "truncate": min(w, high), truncated importance sampling (TIS, Yao et al. 2025,
         https://fengyao.notion.site/off-policy-rl; for sequences Liu, Li et al. 2025, https://richardli.xyz/rl-collapse);
-        "mask": w where low <= w <= high, else 0 (IcePop, Ring-1T, https://arxiv.org/abs/2510.18855).
-    low, high: the bounds; `low` is for "mask" alone, None: 0.5.
+        "mask": w where low <= w <= high, else 0 (IcePop, Ring-1T, https://arxiv.org/abs/2510.18855);
+        "second_moment": w, and 0 for the tokens of a minibatch with the largest (log w)^2, of which so many are left
+        out that the mean of the others is at most `second_moment` (M2PO, Zheng et al. 2025,
+        https://arxiv.org/abs/2510.01161, in the form that AReaL has). For level="token" alone. The authors' own code
+        differs: it takes the ratio of the policy under way to the rollout's, and counts and leaves out only tokens
+        whose advantage drives that ratio further from 1.
+    low, high: the bounds; `low` is for "mask" alone, None: 0.5. "second_moment" has neither. second_moment: for that
+        alone, None: 0.04.
+
+    `old_log_prob` is that of the trainer's weights when the update begins, `rollout_log_prob` that of the weights that
+    drew the response. So with rollouts of older weights PPO's loss under a correction is that of decoupled PPO (AReaL,
+    Fu et al. 2025, https://arxiv.org/abs/2505.24298): w min(u A, clip(u) A), u = pi / pi_old, which clips
+    around the proximal policy pi_old and weighs by it over the behaviour policy.
     reference_size: the effective sample size from which on a step is taken whole; below it the learning rate of the
         minibatch is scaled down, see `step_scale` (VCPO). It is that of the weights before they are bounded: a bound
         hides the few large weights that make a gradient noisy. None: the rate is left alone.
@@ -47,8 +61,21 @@ class Correction:
     reference_size: Annotated[Number, Field(gt=0, le=1), Rule("must be a share of the samples, in (0, 1]")] | None = (
         None
     )
+    second_moment: Annotated[Number, Field(gt=0), Rule("must be a number above 0")] | None = None
 
     def __post_init__(self) -> None:
+        if self.bound != "second_moment" and self.second_moment is not None:
+            raise BadInput(
+                f"Correction.second_moment={self.second_moment!r} with bound={self.bound!r}",
+                "it is the bound of 'second_moment'",
+                "leave it out, or use bound='second_moment'",
+            )
+        if self.bound == "second_moment" and (self.level, self.low, self.high) != ("token", None, 2.0):
+            raise BadInput(
+                f"Correction(bound='second_moment', level={self.level!r}, low={self.low!r}, high={self.high!r})",
+                "tokens are left out for their (log w)^2, and the weights of the others have no bounds",
+                "leave level, low and high out",
+            )
         if self.bound == "truncate" and self.low is not None:
             raise BadInput(
                 f"Correction.low={self.low!r} with bound='truncate'",
@@ -60,6 +87,11 @@ class Correction:
     def lowest(self) -> float:
         """`low`, or its default."""
         return 0.5 if self.low is None else self.low
+
+    @property
+    def largest_second_moment(self) -> float:
+        """`second_moment`, or its default."""
+        return SECOND_MOMENT if self.second_moment is None else self.second_moment
 
 
 class CorrectionWeights(NamedTuple):
@@ -107,15 +139,24 @@ def _log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: 
 @checked_call()
 @torch.no_grad()
 def correct(
-    old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, correction: Correction
-) -> CorrectionWeights:
-    """The weights of a micro-batch of whole responses, see `Correction`.
+    old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, correction: Correction,
+    cut_B1: Tensor | None = None,
+) -> CorrectionWeights:  # fmt: skip
+    """The weights of whole responses, see `Correction`.
 
-    rollout_log_prob_BT: of the distribution that was sampled from, after temperature, top-p and top-k.
+    rollout_log_prob_BT: of the distribution that was sampled from, after temperature, top-p and top-k. cut_B1: for
+    bound="second_moment", what `second_moment_cut` gives for the minibatch of each row; None: the rows are a minibatch.
 
     Raises `BadInput` on unequal shapes.
     """
-    weight_BT = log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, correction.level).exp()
+    log_BT = log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, correction.level)
+    weight_BT = log_BT.exp()
+    if correction.bound == "second_moment":
+        mask_BT, square_BT = mask_BT.bool(), log_BT.double().square()
+        if cut_B1 is None:
+            cut_B1 = second_moment_cut(square_BT[mask_BT], correction.largest_second_moment)
+        bounded_BT = (square_BT > cut_B1) & mask_BT
+        return CorrectionWeights(torch.where(mask_BT & ~bounded_BT, weight_BT, 0.0), bounded_BT)
     bounded_BT = weight_BT > correction.high
     if correction.bound == "mask":
         bounded_BT = bounded_BT | (weight_BT < correction.lowest)
@@ -123,6 +164,27 @@ def correct(
     mask_BT = mask_BT.bool()
     weight_BT = torch.where(mask_BT, weight_BT.clamp(max=correction.high), 0.0)
     return CorrectionWeights(weight_BT, bounded_BT & mask_BT)
+
+
+@torch.no_grad()
+def second_moment_cut(
+    square_N: Tensor, largest: float, summed: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """The largest c, as [], for which the mean of the (log w)^2 that are at most c is at most `largest`.
+
+    The mean grows with c, so c is found by narrowing an interval. square_N: float64, of the tokens of a minibatch, or
+    of a rank's share of it. summed: sums a tensor over the ranks that share it.
+    """
+    ordered_N = square_N.sort().values
+    total_N1 = torch.cat((ordered_N.new_zeros(1), ordered_N.cumsum(0)))
+    low, high = 0.0, 2 * MAX_LOG_RATIO**2
+    for _ in range(9):  # each narrows it 255 times: to less than the distance of two float64
+        cuts_C = torch.linspace(low, high, 256, dtype=torch.float64, device=square_N.device)
+        counts_C = torch.searchsorted(ordered_N, cuts_C, right=True)
+        sums_2C = summed(torch.stack((total_N1[counts_C], counts_C.double())))
+        kept = int((sums_2C[0] <= largest * sums_2C[1]).sum()) - 1
+        low, high = float(cuts_C[max(kept, 0)]), float(cuts_C[min(kept + 1, 255)])
+    return torch.tensor(low, dtype=torch.float64, device=square_N.device)
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise, within
+from workbench.objectives.arguments import are_moments, full, one_per_row, same_shape, tokenwise, within
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.support.checked_calls import checked_call
 
@@ -194,7 +194,11 @@ def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 @checked_call()
 def explained_variance(returns: Tensor, errors: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns), of a critic: 1 foresees all, 0 no more than the mean return, below 0
-    less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`."""
+    less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`.
+
+    Raises `BadInput` on other shapes.
+    """
+    are_moments(returns=returns, errors=errors)
     count, total, squares = torch.stack((returns, errors), -1).double().unbind()
     of_returns, of_errors = (squares / count - (total / count) ** 2).tolist()
     return 1 - of_errors / of_returns if of_returns > 0 else float("nan")
@@ -211,10 +215,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) ->
     Raises `BadInput` on shapes that do not fit.
     """
     same_shape(mask_BT=mask_BT, x_BT=x_BT)
-    if moments.shape != (3,):
-        raise BadInput(
-            f"moments has shape {list(moments.shape)}", "must be [count, sum, sum of squares], as from moments()"
-        )
+    are_moments(moments=moments)
     count, total, squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)

@@ -54,6 +54,44 @@ def grpo_batch_std(scores_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tens
 
 @checked_call()
 @torch.no_grad()
+def step_scores(rewards_BT: Tensor, ends_BT: Tensor) -> Tensor:
+    """The reward of each step, [S], in the order of rows and of steps in them: the sum over its tokens. What stands
+    behind the last step of a row counts for that one.
+
+    ends_BT: true on the last token of each step. Raises `BadInput` on shapes that do not fit.
+    """
+    same_shape(ends_BT=ends_BT, rewards_BT=rewards_BT)
+    if rewards_BT.ndim != 2:
+        raise BadInput(f"rewards_BT has shape {list(rewards_BT.shape)}", "must be [rows, tokens]")
+    ends_BT = ends_BT.bool()
+    steps_B = ends_BT.sum(-1)
+    step_BT = torch.minimum(ends_BT.cumsum(-1) - ends_BT.long(), (steps_B - 1).clamp(min=0)[:, None])
+    of_rows_BT = torch.zeros_like(full(rewards_BT)).scatter_add(-1, step_BT, full(rewards_BT))
+    return of_rows_BT[torch.arange(rewards_BT.shape[1], device=ends_BT.device) < steps_B[:, None]]
+
+
+@checked_call()
+@torch.no_grad()
+def process_advantages(normalised_S: Tensor, ends_BT: Tensor) -> Tensor:
+    """Process supervision: the sum of the normalised rewards of the steps that end at a token or after it, [B, T].
+
+        A_t = sum over steps j with end_j >= t of (r_j - mean) / std
+
+    Source: GRPO, https://arxiv.org/abs/2402.03300, section 4.1.3; mean and deviation are those of all steps of all
+    samples of the prompt, `grpo` with a score a step.
+
+    normalised_S: a number for each true entry of ends_BT, in their order. Raises `BadInput` where they are not as many.
+    """
+    ends_BT = ends_BT.bool()
+    if normalised_S.shape != (int(ends_BT.sum()),):
+        raise BadInput(f"normalised_S has shape {list(normalised_S.shape)}", f"there are {int(ends_BT.sum())} steps")
+    at_ends_BT = torch.zeros(ends_BT.shape, dtype=normalised_S.dtype, device=ends_BT.device)
+    at_ends_BT[ends_BT] = normalised_S
+    return at_ends_BT.flip(-1).cumsum(-1).flip(-1)
+
+
+@checked_call()
+@torch.no_grad()
 def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Leave-one-out advantages, one a sample, [N]: A_i = R_i - mean of the other scores of the group.
 
@@ -118,8 +156,8 @@ def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, nor
     weight_N: pi_old / pi_rollout of each response, before it is bounded, as in the authors' scripts: a response whose
     weight is far larger than the others' makes its group's baseline.
     norm2_N: |g_i|^2 in any unit, of the sum over the response's tokens (the authors take that also where the update
-    takes their mean). Its expectation is the sum over the tokens of E |grad log pi_t|^2 (their cross terms vanish), so
-    where a token's is taken as constant, the number of tokens can be given, as in OPO,
+    takes their mean), see `compute_gradient_norm`. Its expectation is the sum over the tokens of E |grad log pi_t|^2
+    (their cross terms vanish), so where a token's is taken as constant, the number of tokens can be given, as in OPO,
     https://arxiv.org/abs/2505.23585. A group without any weight gets its mean.
 
     Raises `BadInput` on shapes that do not fit, ids that are not integers, or negative norms.

@@ -55,7 +55,11 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1
 
 @checked_call()
 def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
-    """rho = pi / pi_old, differentiable in `log_prob_BT` only; its logarithm is clamped to [-20, 20]."""
+    """rho = pi / pi_old, differentiable in `log_prob_BT` only; its logarithm is clamped to [-20, 20].
+
+    Raises `BadInput` on unequal shapes.
+    """
+    same_shape(log_prob_BT=log_prob_BT, old_log_prob_BT=old_log_prob_BT)
     log_ratio_BT = full(log_prob_BT) - full(old_log_prob_BT).detach()
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

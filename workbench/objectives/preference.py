@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from workbench.objectives.arguments import full, same_shape, within
 from workbench.support.checked_calls import checked_call
+from workbench.support.intervals import wilson_bounds
 from workbench.support.validation import at_least
 
 # ORPO takes a mean token probability above this as this: the odds of 1 are infinite.
@@ -211,7 +212,5 @@ def binomial_interval(successes: float, trials: float, deviations: float = CONFI
     """
     within("trials", trials, 1)
     within("successes", successes, 0, trials)
-    rate, z2 = successes / trials, deviations**2
-    middle = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = deviations / (1 + z2 / trials) * (rate * (1 - rate) / trials + z2 / (4 * trials**2)) ** 0.5
-    return max(0.0, middle - half), min(1.0, middle + half)
+    low, high = wilson_bounds(successes, trials, deviations)
+    return max(0.0, low), min(1.0, high)

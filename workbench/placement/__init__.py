@@ -2,6 +2,6 @@
 
 from workbench.placement.placement import Placement, Pool, host_name
 from workbench.settings.layout import Layout
-from workbench.settings.roles import ROLES, ROLLOUT, TRAINED_ROLES, check_role
+from workbench.settings.roles import ENVIRONMENT, ROLES, ROLLOUT, TRAINED_ROLES, check_role
 
-__all__ = ["ROLES", "ROLLOUT", "TRAINED_ROLES", "Layout", "Placement", "Pool", "check_role", "host_name"]
+__all__ = ["ENVIRONMENT", "ROLES", "ROLLOUT", "TRAINED_ROLES", "Layout", "Placement", "Pool", "check_role", "host_name"]

@@ -9,7 +9,8 @@ from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 
 # Rows of logits that live at the same time (`workbench.models.heads.ROWS_PER_CALL`). In fp32 there are two copies of
-# them, three with entropies, which updates and scoring report; of a bfloat16 model also what its head gave.
+# them, three with entropies, which updates and scoring report; of a bfloat16 model also what its head gave. A head that
+# computes in fp32 has copies of its weights and of the hidden states in fp32, and gives one more copy of the logits.
 LOGIT_ROWS = 512
 FP32 = 4
 
@@ -46,7 +47,11 @@ def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
     head = 0.0
     if role.head == "lm" and stage == layout.p - 1:
         vocabulary = int(text.vocab_size) / layout.t
-        head = min(LOGIT_ROWS, tokens) * vocabulary * (FP32 * (3 if role.trained else 2) + (item if item < FP32 else 0))
+        rows, in_fp32 = min(LOGIT_ROWS, tokens), role.training.head_dtype == "float32"
+        of_head = 0 if item == FP32 else FP32 if in_fp32 else item
+        head = rows * vocabulary * (FP32 * (3 if role.trained else 2) + of_head)
+        if in_fp32 and (role.stored_bytes if role.trained and role.adapter is None else item) < FP32:
+            head += vocabulary * hidden * FP32
         if role.trained and role.adapter is None:
             head += vocabulary * hidden * FP32  # one call's gradient of the table, before it is added
     if not role.trained:

@@ -27,16 +27,20 @@ class PlacementChange(Moves):
     by device, `.seconds`, `.fits`.
 
     device: "cpu" or "cuda". has_bytes: the memory of one GPU, or what the slots of a CPU machine can have together,
-    with what they hold now; None: unknown. refusal: why it cannot be done now, however much room there is; None: it
-    can. took_s, transfer_s: of a change that was done, how long it took, and its transfers alone, with their checksums,
-    for comparison with `seconds`. bandwidth_bytes_s, measured: what `seconds` assumes, and its source. start_s: how
-    long new processes take to start and models to load, as the current ones did.
+    with what they hold now; None: unknown. capacity_bytes: all the memory of that GPU or machine. refusal: why it
+    cannot be done now, however much room there is; None: it can. took_s, transfer_s: of a change that was done, how
+    long it took, and its transfers alone, with their checksums, for comparison with `expected_s` and `seconds`.
+    bandwidth_bytes_s, measured: what `seconds` assumes, and its source. start_s: how long new processes take to start
+    and models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes;
+    None: there was none of this kind.
     """
 
     has_bytes: int | None = None
+    capacity_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
     start_s: float = 0.0
+    rest_s: float | None = None
     refusal: BadInput | None = None
     took_s: float | None = None
     transfer_s: float | None = None
@@ -59,6 +63,39 @@ class PlacementChange(Moves):
         if not self.total_bytes:
             return 0.0
         return None if not self.bandwidth_bytes_s else self.total_bytes / self.bandwidth_bytes_s
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long all of it takes: the bytes, new processes and models, and what earlier moves took beyond that. None:
+        unknown. Where no such move was made yet, `rest_s` is None, and it takes at least this long."""
+        if all(role.action == "stays" for role in self.roles):
+            return 0.0
+        return None if self.seconds is None else self.seconds + self.start_s + (self.rest_s or 0.0)
+
+    @property
+    def expected_text(self) -> str:
+        """`expected_s` in words: "about 3.1 s", or "at least 3.1 s" where no such move was made yet."""
+        if self.expected_s is None:
+            return "time unknown"
+        if not self.expected_s:
+            return seconds_text(0.0)
+        return f"{'at least' if self.rest_s is None else 'about'} {seconds_text(self.expected_s)}"
+
+    @property
+    def expected_parts(self) -> str:
+        """What `expected_s` is made of, in words."""
+        parts = []
+        if self.total_bytes and self.seconds is not None:
+            rate = f"{bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})"
+            parts.append(f"the bytes {seconds_text(self.seconds)} at {rate}")
+        if self.start_s:
+            parts.append(f"new processes and models {seconds_text(self.start_s)}, as the current ones took")
+        if self.rest_s:
+            parts.append(f"the rest {seconds_text(self.rest_s)}, as in earlier moves")
+        if self.rest_s is None and self.expected_s:
+            kind = "that starts processes" if any(place.new for place in self.places) else "without new processes"
+            parts.append(f"the rest is known after the first move {kind}")
+        return "; ".join(parts)
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -104,12 +141,20 @@ class PlacementChange(Moves):
             afterwards = self.after.certain(*devices)
             for when, needs in (("while things move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
+                    has = f"{bytes_text(self.has_bytes)}{self._of_all}"
                     return (
                         f"needs {bytes_text(needs)} on {where} {when} "
-                        f"({largest(self.after, devices, certain=True)}), which has {bytes_text(self.has_bytes)}: "
+                        f"({largest(self.after, devices, certain=True)}), which has {has}: "
                         f"{bytes_text(needs - self.has_bytes)} too little"
                     )
         return ""
+
+    @property
+    def _of_all(self) -> str:
+        """Of how much memory `has_bytes` is a part, in words."""
+        if self.capacity_bytes is None or self.has_bytes is None or self.has_bytes >= self.capacity_bytes:
+            return ""
+        return f" left of {bytes_text(self.capacity_bytes)}"
 
     @property
     def fits(self) -> bool | None:
@@ -186,11 +231,10 @@ class PlacementChange(Moves):
 
     def __str__(self) -> str:
         told = f"{bytes_text(self.total_bytes)} between processes"
-        if self.total_bytes:
-            told += f", {seconds_text(self.seconds)} at {bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})" \
-                if self.seconds is not None else ", time unknown"  # fmt: skip
-        if self.start_s:
-            told += f"; new processes and models {seconds_text(self.start_s)}"
+        if self.expected_s is None:
+            told += ", time unknown"
+        elif self.expected_s:
+            told += f", {self.expected_text} in all ({self.expected_parts})"
         if self.took_s is not None and self.transfer_s is not None:
             told += f"; took {seconds_text(self.took_s)}, the bytes {seconds_text(self.transfer_s)} of it"
         rest = [change.role for change in self.roles if change.action == "stays"]

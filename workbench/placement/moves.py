@@ -30,7 +30,7 @@ import numpy as np
 
 from workbench.placement.estimate import Models, device_numbers
 from workbench.placement.placement import Placement, host_name
-from workbench.placement.state import Part, state_of
+from workbench.placement.state import OF_OPTIMIZERS, Part, state_of
 from workbench.settings.layout import Layout
 
 Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
@@ -146,7 +146,7 @@ class Moves:
         """The parts of a role's state that move with it."""
         model = self.models[role]
         parts = () if model is None else tuple(state_of(model))
-        return tuple(part for part in parts if not (part.what == "moments" and role in self.fresh))
+        return tuple(part for part in parts if not (part.what in OF_OPTIMIZERS and role in self.fresh))
 
     def source(self, role: str) -> tuple[Layout, tuple[int, ...]]:
         """A role's layout before, and the indices of its places by rank."""

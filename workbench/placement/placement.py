@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.settings.layout import Layout
-from workbench.settings.roles import ROLES, ROLLOUT, check_role
+from workbench.settings.roles import ENVIRONMENT, ROLES, ROLLOUT, check_role
 from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import Rule, check_fields, whole
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pool:
-    """A named set of devices and the roles that share them; every role runs on all of them."""
+    """A named set of devices and the roles that share them; every role runs on all of them. With the role "environment"
+    its `devices` are processes, see `Placement`."""
 
     name: str
     devices: int
@@ -30,7 +32,17 @@ class Pool:
         if not self.name.isidentifier():
             raise BadInput(f"pool name {self.name!r}", "must be a plain identifier, such as 'policy'")
         for role in self.roles:
-            check_role(role)
+            check_role(role, more=(ENVIRONMENT,))
+        if ENVIRONMENT in self.roles and len(self.roles) > 1:
+            raise BadInput(
+                f"pool {self.name!r} of {', '.join(self.roles)}",
+                "environments have processes of their own, without a device",
+                f'give them a pool: Placement.of({{..., "environments": ({self.devices}, ["{ENVIRONMENT}"])}})',
+            )
+
+    def share(self, rank: int, ranks: int) -> int:
+        """How many of them one of several ranks has."""
+        return self.devices // ranks + (rank < self.devices % ranks)
 
 
 def host_name(pool: str, rank: int, again: int = 0) -> str:
@@ -59,19 +71,29 @@ class Placement:
     which hold the generation engine in groups of `Generation.tensor_parallel_size`, and are sent the actor's weights.
     Without such a pool the actor generates on its own ranks.
 
+    A pool with the role "environment" has processes in place of devices, for the environments of rollouts. They are
+    dealt to the ranks that generate, run beside them on the CPU, and each has a share of its rank's conversations. The
+    pool is not in `pools` but in `environments`. Without one, each of these ranks has one process.
+
     A value: `==` compares, `repr` is the expression that makes it again, `str` a line to read. `with_role`,
     `with_layout`, `with_devices` and `without` give another one that differs in one thing.
     """
 
     pools: tuple[Pool, ...]
     layouts: Layouts = field(default_factory=dict, hash=False)
+    environments: Pool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "Placement.")
+        every = self._every
+        object.__setattr__(self, "pools", tuple(pool for pool in every if ENVIRONMENT not in pool.roles))
+        object.__setattr__(self, "environments", next((p for p in every if ENVIRONMENT in p.roles), None))
         if not self.pools:
-            raise BadInput("a placement without pools", "needs at least one", "write Placement.colocate(devices=1)")
-        names = [pool.name for pool in self.pools]
-        for what, seen in (("pool", names), ("role", self.roles)):
+            raise BadInput(
+                "a placement without pools of devices", "needs at least one", "write Placement.colocate(devices=1)"
+            )
+        names = [pool.name for pool in every]
+        for what, seen in (("pool", names), ("role", [role for pool in every for role in pool.roles])):
             twice = sorted({name for name in seen if seen.count(name) > 1})
             if twice:
                 raise BadInput(f"{what} {twice[0]!r} twice in one placement", f"each {what} stands in it once")
@@ -87,6 +109,8 @@ class Placement:
                 "rollout workers generate in groups of Generation.tensor_parallel_size",
                 "set that, and leave this layout out",
             )
+        if ENVIRONMENT in self.layouts:
+            raise BadInput(f"layouts[{ENVIRONMENT!r}]", "environments have processes, and no device", "leave it out")
         layouts = {role: _layout(role, given, self.pool_of(role)) for role, given in self.layouts.items()}
         # a default that was spelled out is the same placement as one that was left out
         changed = {role: layout for role, layout in layouts.items() if layout.p * layout.t > 1}
@@ -126,6 +150,11 @@ class Placement:
         return cls.of({check_role(role): (count, (role,)) for role, count in devices.items()}, layouts)
 
     @property
+    def _every(self) -> tuple[Pool, ...]:
+        """All pools, that of environments last."""
+        return self.pools if self.environments is None else (*self.pools, self.environments)
+
+    @property
     def devices(self) -> int:
         """Devices in all."""
         return sum(pool.devices for pool in self.pools)
@@ -137,11 +166,13 @@ class Placement:
 
     def pool_of(self, role: str) -> Pool:
         """The pool of a role."""
-        for pool in self.pools:
+        for pool in self._every:
             if role in pool.roles:
                 return pool
         raise BadInput(
-            f"role {check_role(role)!r} has no pool", f"this placement has {self}", f"name {role!r} in one of its pools"
+            f"role {check_role(role, more=(ENVIRONMENT,))!r} has no pool",
+            f"this placement has {self}",
+            f"name {role!r} in one of its pools",
         )
 
     def layout_of(self, role: str) -> Layout:
@@ -168,7 +199,8 @@ class Placement:
                     f"its roles are {', '.join(sorted(wanted))}",
                     "drop the pool from the placement, or declare its role in models=",
                 )
-        return Placement(kept, {role: layout for role, layout in self.layouts.items() if role in wanted})
+        layouts = {role: layout for role, layout in self.layouts.items() if role in wanted}
+        return Placement(kept, layouts, self.environments)
 
     def with_role(self, role: str, pool: str, devices: int | None = None) -> Placement:
         """This placement with a role in another pool, or added to it; a pool that is left without a role goes.
@@ -176,8 +208,8 @@ class Placement:
         devices: of the pool, where there is none of that name yet. The role keeps a layout that its new pool has the
         devices for, else it is data parallel there.
         """
-        check_role(role)
-        known = {other.name: other.devices for other in self.pools}
+        check_role(role, more=(ENVIRONMENT,))
+        known = {other.name: other.devices for other in self._every}
         if pool not in known and devices is None:
             raise BadInput(
                 f"with_role({role!r}, {pool!r})",
@@ -190,7 +222,7 @@ class Placement:
                 f"there is a pool of that name, of {known[pool]} devices",
                 "leave devices= out, or take a new name",
             )
-        pools = self.pools if devices is None or pool in known else (*self.pools, Pool(pool, devices, ()))
+        pools = self._every if devices is None or pool in known else (*self._every, Pool(pool, devices, ()))
         if role in next((p.roles for p in pools if p.name == pool), ()):
             return self
         others = [replace(p, roles=tuple(r for r in p.roles if r != role)) for p in pools]
@@ -202,17 +234,17 @@ class Placement:
     def with_layout(self, role: str, layout: Layout | tuple[int, ...]) -> Placement:
         """This placement with another layout of one role: a `Layout`, or the numbers (p, t, d)."""
         self.pool_of(role)
-        return Placement(self.pools, {**self.layouts, role: layout})
+        return Placement(self._every, {**self.layouts, role: layout})
 
     def with_devices(self, pool: str, devices: int) -> Placement:
         """This placement with a pool of another size. Layouts keep their p and t, where these still divide it."""
-        known = {other.name: other for other in self.pools}
+        known = {other.name: other for other in self._every}
         if pool not in known:
             raise BadInput(
                 f"with_devices({pool!r}, {devices})", f"the pools are {', '.join(known)}", "name one of these"
             )
         whole("devices", devices, 1)
-        pools = tuple(replace(other, devices=devices) if other.name == pool else other for other in self.pools)
+        pools = tuple(replace(other, devices=devices) if other.name == pool else other for other in self._every)
         layouts = dict(self._layouts)
         for role in known[pool].roles:
             layout = layouts.get(role)
@@ -223,7 +255,7 @@ class Placement:
     def without(self, role: str) -> Placement:
         """This placement without one role; a pool that is left without a role goes."""
         self.pool_of(role)
-        pools = [replace(pool, roles=tuple(r for r in pool.roles if r != role)) for pool in self.pools]
+        pools = [replace(pool, roles=tuple(r for r in pool.roles if r != role)) for pool in self._every]
         layouts = {r: layout for r, layout in self._layouts.items() if r != role}
         return Placement(tuple(pool for pool in pools if pool.roles), layouts)
 
@@ -235,7 +267,7 @@ class Placement:
     def rows(self) -> list[dict[str, Any]]:
         """One dict a role: role, pool, devices, and the layout's p, t and d."""
         found = []
-        for pool in self.pools:
+        for pool in self._every:
             for role in pool.roles:
                 layout = self.layout_of(role)
                 sizes = {"p": layout.p, "t": layout.t, "d": layout.d}
@@ -249,7 +281,7 @@ class Placement:
         return pd.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        pools = {pool.name: (pool.devices, list(pool.roles)) for pool in self.pools}
+        pools = {pool.name: (pool.devices, list(pool.roles)) for pool in self._every}
         layouts = f", layouts={self.layouts!r}" if self.layouts else ""
         return f"Placement.of({pools!r}{layouts})"
 
@@ -262,7 +294,7 @@ class Placement:
         def shown(role: str) -> str:
             return f"{role} {self.layouts[role]}" if role in self.layouts else role
 
-        return " | ".join(f"{p.name}[{p.devices}]: {', '.join(map(shown, p.roles))}" for p in self.pools)
+        return " | ".join(f"{p.name}[{p.devices}]: {', '.join(map(shown, p.roles))}" for p in self._every)
 
 
 def _layout(role: str, given: Layout | tuple[int, ...], pool: Pool) -> Layout:
@@ -271,7 +303,7 @@ def _layout(role: str, given: Layout | tuple[int, ...], pool: Pool) -> Layout:
     elif isinstance(given, Sequence) and len(given) == 3 and all(type(size) is int for size in given):
         layout = Layout(*given)
     else:
-        raise BadInput(f"layouts[{role!r}]={given!r}", "must be a Layout, or the three numbers (p, t, d)")
+        raise BadInput(f"layouts[{role!r}]={shown(given)}", "must be a Layout, or the three numbers (p, t, d)")
     if layout.size != pool.devices:
         replica = layout.p * layout.t
         raise BadInput(

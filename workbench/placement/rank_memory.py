@@ -12,6 +12,7 @@ from workbench.placement.activations import activation_bytes
 from workbench.placement.generation_memory import engine_bytes, kv_elements_per_token, padded, working_bytes
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
+from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
 
 # DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.
@@ -24,6 +25,13 @@ LIVE_ELEMENTS = 1_000_000_000
 BUCKET_ELEMENTS = {"torch": 25_000_000, "zero": 50_000_000}
 # An Adam optimizer keeps its step count as an fp32 number for each tensor that it is given.
 STEP_BYTES = 4
+
+# Beside the weights, while Muon makes the step of a matrix: it in fp32, and four times in bf16.
+MUON_BYTES = 4 + 4 * 2
+
+# bitsandbytes: elements of a block, both tables of 256 fp32 values; on a CPU a step has both moments, the gradient and
+# the weight once more in fp32, and what they are quantized from.
+BLOCK_8BIT, TABLES_8BIT_BYTES, EXTRA_8BIT_BYTES = 256, 2 * 256 * 4, 6 * 4
 
 LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
 PASSING = ("gradients", "activations")
@@ -94,13 +102,17 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
     parameters = kept * role.frozen_bytes + total * role.stored_bytes
     optimizer, kept_gradients, gradients, extra = 0, 0, 0, 0
     if role.trained and stage == 0:
-        optimizer, gradients = total * 8 + len(trained) * STEP_BYTES, total * 4
+        muon = [size for weight, size in trained if role.training.is_for_muon(weight.name, len(weight.shape))]
+        optimizer, gradients = total * 8 - sum(muon) * 4 + (len(trained) - len(muon)) * STEP_BYTES, total * 4
+        extra = max(muon, default=0) * MUON_BYTES
+        if role.training.optimizer == "adamw_8bit":
+            optimizer, extra = _moments_8bit([size for _, size in trained], role.training, on_cpu=cache_bytes is None)
     elif stage in (1, 2):
-        groups = [[size for weight, size in trained if (len(weight.shape) > 1) is big] for big in (True, False)]
+        groups = list(parameter_groups(trained, role.training).values())
         flats = [padded(sum(group), ALIGNMENT * replicas) for group in groups if group]
         parameters = kept * role.frozen_bytes + sum(flats) * role.stored_bytes
         optimizer = sum(flats) // replicas * 12 + len(flats) * STEP_BYTES
-        if role.dtype == "float32":
+        if role.stored_bytes == 4:
             gradients = sum(_overlapping(group, k, replicas) for group in groups if group) * 4
         elif stage == 1:  # fp32 sums beside the bf16 gradients of a pass
             kept_gradients, gradients = sum(flats) * 4, total * 2
@@ -114,7 +126,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         # gathered with the padding of its shards; alone on its rank a weight is its shard
         persistent = sum(padded(size, replicas) * item for size, item in small) if replicas > 1 else 0
         parameters = own * role.frozen_bytes + own_trained * role.stored_bytes + persistent
-        groups_3 = len({len(weight.shape) > 1 for weight, _ in trained})
+        groups_3 = len(parameter_groups(trained, role.training))
         optimizer, kept_gradients = own_trained * 12 + groups_3 * STEP_BYTES, own_trained * 4
         if replicas > 1:
             gathered = sum(size for size, _ in live if size > PERSISTENT_ELEMENTS)
@@ -139,6 +151,28 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         decoding=decoding,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
     )
+
+
+def blocks_8bit(elements: int) -> int:
+    """Blocks of a tensor, each with a scale of its own."""
+    return -(-elements // BLOCK_8BIT)
+
+
+def _moments_8bit(sizes: Sequence[int], training: Training, *, on_cpu: bool) -> tuple[int, int]:
+    """Bytes of the moments of tensors of so many elements, and of what a step needs beside them."""
+    large = [size for size in sizes if training.is_8bit(size)]
+    codes = sum(size + blocks_8bit(size) * 4 for size in large) * 2
+    tables = TABLES_8BIT_BYTES if large else 0
+    extra = max(large, default=0) * EXTRA_8BIT_BYTES if on_cpu else 0
+    return (sum(sizes) - sum(large)) * 8 + codes + tables, extra
+
+
+def parameter_groups(held: Sequence[tuple[Weight, int]], training: Training) -> dict[tuple[int, bool], list[int]]:
+    """The elements of the weights of each parameter group, in the optimizer's order."""
+    found: dict[tuple[int, bool], list[int]] = {}
+    for weight, size in held:
+        found.setdefault(training.group_of(weight.name, len(weight.shape)), []).append(size)
+    return {key: found[key] for key in sorted(found)}
 
 
 def _bucket_bytes(role: RoleModel, elements: int, replicas: int) -> int:

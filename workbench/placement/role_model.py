@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from workbench.models.lora import LoRA
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tokens of a micro-batch where Training.micro_batch_tokens is None, by device: on a CPU so many, on a GPU so many in a
 # plan of what fits beside them, from which as many are taken as there is room for.
 AUTOMATIC_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -61,8 +61,9 @@ class RoleModel:
     @property
     def stored_bytes(self) -> int:
         """Of an element of a trained weight: ZeRO from stage 1 on holds bfloat16 weights beside fp32 masters, the
-        others fp32 weights."""
-        return ITEM_BYTES[self.dtype] if self.engine in ("zero1", "zero2", "zero3") else 4
+        others, and those that train in float16, fp32 weights."""
+        sharded = self.engine in ("zero1", "zero2", "zero3") and self.dtype != "float16"
+        return ITEM_BYTES[self.dtype] if sharded else 4
 
     @property
     def frozen_bytes(self) -> int:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from workbench.placement.generation_memory import padded
-from workbench.placement.rank_memory import ALIGNMENT
+from workbench.placement.rank_memory import ALIGNMENT, blocks_8bit
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.weights import ModelWeights, Weight
+from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
 
 MOMENTS = 2
+OF_OPTIMIZERS = ("moments", "momentum", "codes", "scales")
+"""The parts that are there once an optimizer has taken a step."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +29,18 @@ class Part:
     """Tensors of a role's state with the same distribution.
 
     weights: their shapes and item bytes. copies: of each, such as two moments. sharding: over the replicas: as
-    `Distribution.sharding`, or "flat", as ZeRO-1 and 2 shard the optimizer's.
+    `Distribution.sharding`, or "flat", as ZeRO-1 and 2 shard the optimizer's, by the parameter groups of `training`.
     """
 
     what: str
     weights: ModelWeights
     copies: int
     sharding: str
+    training: Training = field(default_factory=Training)
 
     def distribution(self, layout: Layout, ranks: tuple[int, ...]) -> Distribution:
         if self.sharding == "flat":
-            return FlatDistribution(self.weights, layout, ranks)
+            return FlatDistribution(self.weights, layout, ranks, training=self.training)
         return Distribution(self.weights, layout, ranks, self.sharding)  # type: ignore[arg-type]
 
     def reshard(self, source: tuple[Layout, tuple[int, ...]], destination: tuple[Layout, tuple[int, ...]]) -> Reshard:
@@ -45,7 +51,7 @@ class Part:
 
 def state_of(role: RoleModel) -> Iterator[Part]:
     """What moves with a role: the weights that it does not train, in their dtype; of trained ones fp32 parameters and
-    both moments of Adam, whether or not a step has been taken.
+    both moments of Adam (of 8 bits: codes and scales), or the one of Muon, whether or not a step has been taken.
 
     Weights that ZeRO holds in bfloat16 are made from the fp32 ones. Step counts and random states, a few kilobytes, are
     not counted. Generation engines have no state: they are synced.
@@ -55,15 +61,39 @@ def state_of(role: RoleModel) -> Iterator[Part]:
         yield Part("weights", _in_bytes(role.frozen_weights, role.frozen_bytes), 1, sharding)
     if not role.trained:
         return
-    trained = _in_bytes(role.trained_weights, 4)
+    trained, groups = _in_bytes(role.trained_weights, 4), Training(rates=role.training.rates)
     if role.engine in ("zero1", "zero2"):
         masters = role.stored_bytes < 4
-        yield Part("parameters", trained, 1, "flat" if masters else "replicas")
-        yield Part("moments", trained, MOMENTS, "flat")
+        yield Part("parameters", trained, 1, "flat" if masters else "replicas", groups)
+        yield Part("moments", trained, MOMENTS, "flat", groups)
     else:
         sharding = "zero" if role.engine == "zero3" else "replicas"
         yield Part("parameters", trained, 1, sharding)
-        yield Part("moments", trained, MOMENTS, sharding)
+        of_muon = [role.training.is_for_muon(weight.name, len(weight.shape)) for weight in trained]
+        of_8bit = [role.training.is_8bit(math.prod(weight.shape)) for weight in trained]
+        others = [not (muon or small) for muon, small in zip(of_muon, of_8bit, strict=True)]
+        yield Part("moments", _only(trained, others), MOMENTS, sharding)
+        if any(of_8bit):
+            codes = _only(_in_bytes(trained, 1), of_8bit)
+            yield Part("codes", codes, MOMENTS, sharding)
+            yield Part("scales", _block_scales(codes), MOMENTS, sharding)
+        if any(of_muon):
+            yield Part("momentum", _only(trained, of_muon), 1, sharding)
+
+
+def _only(weights: ModelWeights, chosen: Sequence[bool]) -> ModelWeights:
+    return replace(weights, weights=tuple(itertools.compress(weights, chosen)))
+
+
+def _block_scales(weights: ModelWeights) -> ModelWeights:
+    """One number for each block of elements."""
+    return replace(
+        weights,
+        weights=tuple(
+            replace(weight, shape=(blocks_8bit(math.prod(weight.shape)),), item_bytes=4, axis=None, parts=())
+            for weight in weights
+        ),
+    )
 
 
 def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
@@ -72,8 +102,10 @@ def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
 
 @dataclass(frozen=True)
 class FlatDistribution(Distribution):
-    """Optimizer state as ZeRO-1 and 2 shard it: a rank's matrices end to end, and all other weights end to end, are
-    each cut into d equal stretches."""
+    """Optimizer state as ZeRO-1 and 2 shard it: a rank's weights of each parameter group of `training`, end to end, are
+    cut into d equal stretches."""
+
+    training: Training = field(default_factory=Training)
 
     @cached_property
     def _starts(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -81,8 +113,10 @@ class FlatDistribution(Distribution):
         found: dict[tuple[int, str], tuple[int, int]] = {}
         for position in range(self.layout.size):
             held = local_sizes(self.weights, self.layout, position)
-            for matrices in (True, False):
-                run = [(weight, size) for weight, size in held if (len(weight.shape) > 1) is matrices]
+            groups: dict[tuple[int, bool], list[tuple[Weight, int]]] = {}
+            for weight, size in held:
+                groups.setdefault(self.training.group_of(weight.name, len(weight.shape)), []).append((weight, size))
+            for run in groups.values():
                 d = self.layout.d
                 each = padded(sum(size for _, size in run), ALIGNMENT * d) // d
                 start = 0

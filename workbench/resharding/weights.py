@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,7 +244,7 @@ def _dtype(value: Any) -> Any:
     found = torch.float32 if value is None else value
     found = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
     if not isinstance(found, torch.dtype):
-        raise BadInput(f"dtype={value!r}", "must be the name of a torch dtype", "use 'bfloat16' or 'float32'")
+        raise BadInput(f"dtype={shown(value)}", "must be the name of a torch dtype", "use 'bfloat16' or 'float32'")
     return found
 
 

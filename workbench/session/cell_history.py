@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench.display.interrupts import uninterrupted
+from workbench.support.notebook_cell import failed_cells, failed_position
 from workbench.support.secrets import masked
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.reload.sources import loaded
@@ -23,7 +24,7 @@ from workbench.workers.reload.sources import loaded
 class RunCell:
     """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where the front end does
     not say. text: with `***` in place of secrets. done: whether it ended without an error. masked: whether `***`
-    replaced something."""
+    replaced something. failed: line and column of the statement that ended it with an error, where that is known."""
 
     kernel: str
     number: int
@@ -31,11 +32,14 @@ class RunCell:
     text: str
     done: bool
     masked: bool
+    failed: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, kernel: str, number: int, id: str, text: str, done: bool) -> RunCell:
+    def of(
+        cls, kernel: str, number: int, id: str, text: str, done: bool, failed: tuple[int, int] | None = None
+    ) -> RunCell:
         shown = str(masked(text))
-        return cls(kernel, number, id, shown, done, shown != text)
+        return cls(kernel, number, id, shown, done, shown != text, failed)
 
 
 def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
@@ -62,8 +66,12 @@ class _History:
     def __init__(self, shell: Any) -> None:
         self.kernel = f"{os.getpid()}-{shell.history_manager.session_number}"
         texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
-        # of these nothing says whether they failed: they count as done
-        self.cells = [RunCell.of(self.kernel, n, "", text, True) for n, text in enumerate(texts, 1) if text]
+        failed = failed_cells()
+        self.cells = [
+            RunCell.of(self.kernel, n, "", text, n not in failed, failed.get(n))
+            for n, text in enumerate(texts, 1)
+            if text
+        ]
         self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
         shell.events.register("post_run_cell", self._ran)
 
@@ -83,8 +91,9 @@ class _History:
         if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
             return
         cell = RunCell.of(
-            self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell, bool(result.success)
-        )
+            self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell, bool(result.success),
+            failed_position(result.error_in_exec),
+        )  # fmt: skip
         self.cells.append(cell)
         for telemetry, _ in self.followers:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
 from workbench.settings.engines import SYNC_STRATEGIES
 from workbench.stages.groups import Groups
+from workbench.stages.live_settings import EVENT
+from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
 from workbench.support.validation import one_of
 from workbench.telemetry.sinks import TrackedRun
@@ -163,6 +166,27 @@ class History:
         plan = self._transition("hybridflow")
         return 0 if plan is None else int(plan.figures().received.sum())
 
+    @checked_call("lab.history.changes")
+    def changes(self) -> pd.DataFrame:
+        """Settings that were assigned while the workbench lived, one a row, in order: `time` (of this machine's
+        clock), `iteration` (the one under way, or the last one), `cell` (`In [cell]`, or "panel"; None outside a
+        notebook), `setting`, and its value `before` and `after`: of a clip that is None, the one of its loss."""
+        import pandas as pd
+
+        events = self._telemetry.events()
+        found = events[events["event"] == EVENT]
+        names = ["iteration", "cell", "setting", "before", "after"]
+        rows = [
+            {
+                **{name: details.get(name) for name in names},
+                "time": datetime.fromtimestamp(time_s),
+                "cell": (details.get("by") or "").removeprefix("the ") or details.get("cell"),
+            }
+            for time_s, details in zip(found["time_s"], found["details"], strict=True)
+        ]
+        frame = pd.DataFrame(rows, columns=["time", *names], dtype=object)
+        return frame.astype({"time": "datetime64[ms]", "iteration": "Int64"})
+
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
         """See `Workbench.track`."""
         config = {**self._hosts.description.summary, **self.script_options}
@@ -173,9 +197,9 @@ class History:
         )
         self._telemetry.sinks.add(tracker, project, run, options)
 
-    def timeline(self, iterations: int | None = 1) -> Timeline:
+    def timeline(self, iterations: int | None = 1, *, fold: bool = True) -> Timeline:
         """See `Workbench.timeline`."""
-        from workbench.display.span_table import cells_of
+        from workbench.display.callers import Callers
         from workbench.display.timeline import timeline
 
         spans, events = self._telemetry.spans(), self._telemetry.events()
@@ -183,11 +207,9 @@ class History:
         if iterations is not None and len(spans):
             starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
             start = starts[0] if starts else None
-        cells = cells_of(
-            {"event": name, "details": details}
-            for name, details in zip(events["event"], events["details"], strict=True)
-        )
-        return timeline(spans, devices=[info.device for info in self._hosts.infos], start=start, cells=cells)
+        devices = [info.device for info in self._hosts.infos]
+        records: list[Any] = events.to_dict("records")
+        return timeline(spans, devices=devices, start=start, callers=Callers.of(records), fold=fold)
 
     def opening(self) -> pd.DataFrame:
         """See `Workbench.opening`."""

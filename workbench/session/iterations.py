@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
-from workbench.errors import BadInput
+from workbench.batches.scored_rows import ScoredRows
+from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
 from workbench.session.topology import Topology
@@ -16,6 +17,7 @@ from workbench.stages.runner import StageRunner
 from workbench.support.machine import return_freed_memory
 from workbench.support.validation import whole
 
+SCORING = ("compute_reward", "reweigh")
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
 
 
@@ -60,6 +62,25 @@ class Iterations:
     def note_drawn(self) -> None:
         """Record where the prompts are, for a later kernel."""
         self._runner.ownership.record()
+
+    def when_scored(self, tell: Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]) -> None:
+        """Have `tell` called with the meta and the rewards of each stage that gives rewards."""
+        self._runner.scores.append(tell)
+
+    def wait_for_scores(self) -> None:
+        """Wait for the stages under way that give rewards: what is drawn next may depend on them."""
+        for run in [*self._runner.open_runs(), *self._runner.scheduler.open_runs()]:
+            if run.stage in SCORING and not run.done:
+                try:
+                    run.wait()
+                except StageInterrupted:
+                    raise
+                except WorkbenchError:
+                    continue  # which those who read its result are told
+
+    def note_change(self, setting: str, before: Any, after: Any) -> None:
+        """Record that a setting was assigned."""
+        self._runner.live.note(setting, before, after)
 
     def numbers(self, n: int) -> Iterator[int]:
         """See `Workbench.iterations`."""

@@ -12,6 +12,7 @@ and one when its hosts have ended it. An entry says what has changed since the o
     over       the number of a stage that its hosts have ended
     locations  where rows of columns are, by controller and number: `Location`
     batches    what the store keeps, by name: `KeptBatch` or `FiledBatch`
+    ledger     what the ledger of prompts has come to know; in a whole entry, `ledger_state` is all of it
     released   names of batches that the store keeps no longer
 
 Values that are not text are pickled one by one: one that another kernel cannot read hides no other. An entry that is
@@ -38,6 +39,7 @@ from workbench.batches.location import Location
 from workbench.batches.store import Origin
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import uninterrupted
+from workbench.errors.plain_text import said
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
 from workbench.stages.journal import SentRun
@@ -88,6 +90,8 @@ class SessionJournal:
 
     def _start(self) -> None:
         """Forget what has been written."""
+        if self._prompts.records is not None:
+            self._prompts.records.changes = None
         self._texts: dict[str, str] = {}
         self._updates: dict[str, UnfinishedUpdate] = {}
         self._names: set[str] = set()
@@ -150,7 +154,17 @@ class SessionJournal:
         if updates != self._updates:
             changes["updates"] = {role: pickle.dumps(update) for role, update in updates.items()}
             self._updates = updates
-        return changes | self._batch_changes()
+        return changes | self._ledger_changes() | self._batch_changes()
+
+    def _ledger_changes(self) -> dict[str, Any]:
+        """What was noted in the ledger since the last entry; all that it has, where nothing has been written."""
+        records = self._prompts.records
+        if records is None:
+            return {}
+        if records.changes is None:
+            return {"ledger_state": records.state_and_changes()}
+        changes = records.take_changes()
+        return {"ledger": changes} if changes else {}
 
     def _counter_values(self) -> dict[str, Any]:
         hosts, counters, prompts = self._runner.hosts, self._runner.counters, self._prompts
@@ -169,6 +183,8 @@ class SessionJournal:
         algorithm, automatic = position.algorithm, self._checkpoints.automatic
         return {
             "algorithm": position.saved_algorithm if algorithm is None else _position_of(algorithm),
+            "buffer": position.buffer.state(_held),
+            "priority": position.buffer.priority_name,
             "streams": [*(stream.state for stream in position.streams()), *position.saved_streams],
             "autosave": None if automatic is None else {**asdict(automatic), "time_s": None},
             "last_metrics": {stage: dict(found) for stage, found in runner.counters.last_metrics.items()},
@@ -192,7 +208,7 @@ class SessionJournal:
             try:
                 batches[name] = pickle.dumps(batch)
             except Exception as error:  # meta may hold any value: the stage goes on
-                warnings.warn(f"a later kernel will not have {name}: {error}", stacklevel=2)
+                warnings.warn(f"a later kernel will not have {name}: {said(error)}", stacklevel=2)
         changes = {"released": sorted(released), "locations": locations, "batches": batches}
         return {section: value for section, value in changes.items() if value}
 
@@ -223,12 +239,17 @@ def _position_of(algorithm: Algorithm) -> dict[str, Any]:
         if isinstance(value, Run):
             value = value.future.result() if value.state == "done" else None
         if isinstance(value, Batch):
-            value.settle(wait=False)
-            if not value.pending:
-                made[stage] = {"held": value.id}
+            if (held := _held(value)) is not None:
+                made[stage] = held
         elif isinstance(value, Mapping):
             made[stage] = {"metrics": dict(value)}
     return algorithm.position(made)
+
+
+def _held(batch: Batch) -> dict[str, str] | None:
+    """The name of a batch in the store; None while it is being made."""
+    batch.settle(wait=False)
+    return None if batch.pending else {"held": batch.id}
 
 
 @dataclass
@@ -241,13 +262,19 @@ class Recorded:
     open_runs: dict[int, SentRun] = field(default_factory=dict)
     locations: dict[str, Location] = field(default_factory=dict)
     batches: dict[str, KeptBatch | FiledBatch] = field(default_factory=dict)
+    ledger: bytes | None = None
+    ledger_changes: list[bytes] = field(default_factory=list)
 
 
 def read_journal(lab: str) -> Recorded:
     """What the journal of the workbench with this id says. Warns of values that cannot be read, and names them."""
     texts: dict[str, str] = {"counters": "{}", "position": "{}"}
     pickled: dict[str, dict[Any, bytes]] = {"updates": {}, "sent": {}, "locations": {}, "batches": {}}
+    ledger, ledger_changes = None, list[bytes]()
     for entry in _entries(lab):
+        if "ledger_state" in entry:
+            ledger, ledger_changes = entry["ledger_state"], []
+        ledger_changes += entry.get("ledger", [])
         texts |= {section: entry[section] for section in texts if section in entry}
         pickled["updates"] = entry.get("updates", pickled["updates"])
         for section in ("sent", "locations", "batches"):
@@ -259,6 +286,7 @@ def read_journal(lab: str) -> Recorded:
     return Recorded(
         counters=json.loads(texts["counters"]), position=json.loads(texts["position"]), updates=found["updates"],
         open_runs=found["sent"], locations=found["locations"], batches=found["batches"],
+        ledger=ledger, ledger_changes=ledger_changes,
     )  # fmt: skip
 
 

@@ -25,12 +25,14 @@ from workbench.batches.store import Weights
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, NotDriving, StageInterrupted, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Placement, check_role
 from workbench.placement.moves import TAKEN_ALONG, RoleChange
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
+from workbench.support.notebook_cell import running_cell, running_position, variable_of
 from workbench.telemetry.spans import union_s
 from workbench.workers.role_state import RankState, Received, RoleMove
 
@@ -60,7 +62,7 @@ def add(
             where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
         )
     if role == ROLLOUT and model is not None:
-        raise BadInput(f"add({role!r}, {model!r:.40})", "rollout workers have the actor's model", "leave it out")
+        raise BadInput(f"add({role!r}, {shown(model, 40)})", "rollout workers have the actor's model", "leave it out")
     if role != ROLLOUT and model is None:
         raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
     pools = [other.name for other in hosts.placement.pools]
@@ -159,6 +161,11 @@ class Move:
                 self._abandon(interrupted)
                 raise interrupted from None
             except BaseException as error:
+                try:
+                    self._runner.ownership.check_drives()  # what another kernel has begun can fail this in many ways
+                except NotDriving as taken:
+                    self._abandon(taken)
+                    raise taken from error
                 self._abandon(error)
                 raise
             left = (
@@ -170,7 +177,9 @@ class Move:
                 self._runner.telemetry.append_event(
                     "move", placement=repr(self._change.new), before=repr(self._change.old),
                     moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),
-                    transfer_seconds=transfer_s,
+                    transfer_seconds=transfer_s, start_seconds=self._change.start_s, starts_processes=bool(self.new),
+                    cell=cell.number if (cell := running_cell()) is not None else 0, at=running_position(),
+                    lab=variable_of(registry.opened.get(self._description.name)), by=self._runner.driver,
                 )  # fmt: skip
         return replace(self._change, took_s=took_s, transfer_s=transfer_s)
 
@@ -340,8 +349,9 @@ class Move:
             if info.threads != threads:
                 backend.work(info.name, "set_threads", threads)
         moved = tuple(replace(info, threads=threads) for info in self._after)
-        hosts.become(replace(self._description, moved=moved))
-        self._runner.groups.follow_hosts()
+        with hosts.changing:  # settings may have been assigned since the move began
+            hosts.become(replace(self._description.retrained_as(hosts.description), moved=moved))
+            self._runner.groups.follow_hosts()
         if any(role.role == ROLLOUT and role.action in TAKEN_ALONG for role in self._change.roles):
             # its engines are new: they do not hold what they were sent
             weights = self._runner.counters.weights

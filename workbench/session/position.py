@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from workbench.algorithms.buffer import Buffer
+from workbench.algorithms.live_fields import as_read
 from workbench.algorithms.loop import Algorithm
 from workbench.batches.batch import Batch
 from workbench.data.example_stream import ExampleStream
@@ -13,15 +15,18 @@ from workbench.messages.metric_values import MetricValues
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.counters import Counters
+from workbench.support.assigned import NoteChange
 
 
 class Position:
     """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams:
     positions of those that are not in use yet. first_states: of algorithms, by class, when they took their first
-    step. recovering: whether roles are being put back to a checkpoint, or were when that ended early."""
+    step. buffer: rollouts of iterations to come. recovering: whether roles are being put back to a checkpoint, or were
+    when that ended early."""
 
-    def __init__(self, counters: Counters, batches: BatchStore) -> None:
+    def __init__(self, counters: Counters, batches: BatchStore, note_change: NoteChange) -> None:
         self._counters, self._batches = counters, batches
+        self.buffer = Buffer(counters, note_change)
         self.checkpoint: Checkpoint | None = None
         self.last_saved: Checkpoint | None = None
         self.saved_algorithm: dict[str, Any] | None = None
@@ -52,6 +57,14 @@ class Position:
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
             self._counters.last_metrics = metrics
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
+        given = {
+            f"{stage}.{name}": value
+            for stage, arguments in saved.get("arguments", {}).items()
+            for name, value in arguments.items()
+        }
+        fields = {name: as_read(value) for name, value in saved.get("fields", {}).items()}
+        assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
+        moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
         where = f"{'in' if saved['under_way'] else 'after'} iteration {self._counters.iteration}"
         print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
 
@@ -59,15 +72,23 @@ class Position:
         """What the stages of the iteration under way had made."""
         made: dict[str, Batch | MetricValues] = {}
         for stage, value in saved["made"].items():
-            if "batch" in value:  # of a checkpoint
-                assert self.checkpoint is not None
-                made[stage] = self._batches.load(self.checkpoint.folder / value["batch"])
-            elif "held" in value:  # of the kernel before
-                if value["held"] in self._batches.store:
-                    made[stage] = self._batches.get(value["held"])
-            else:
+            if "metrics" in value:
                 made[stage] = MetricValues(value["metrics"])
+            elif (batch := self._batch(value)) is not None:
+                made[stage] = batch
         return made
+
+    def _batch(self, kept: Mapping[str, Any]) -> Batch | None:
+        """A batch that is kept in a checkpoint, or that the kernel before held; None where it is gone."""
+        if "batch" in kept:
+            assert self.checkpoint is not None
+            return self._batches.load(self.checkpoint.folder / kept["batch"])
+        return self._batches.get(kept["held"]) if kept["held"] in self._batches.store else None
+
+    def fill_buffer(self, values: Mapping[str, Any]) -> None:
+        """Have the rollouts wait that waited in a checkpoint, or in the kernel before, with the name of the function
+        that decided which were drawn first. values: `buffer` and `priority`."""
+        self.buffer.load(values.get("buffer", ()), values.get("priority"), self._batch)
 
     def put_back(self, algorithm: Algorithm) -> None:
         """Put the algorithm that this notebook holds back to its saved position."""
@@ -98,4 +119,5 @@ class Position:
     def begin_anew(self) -> None:
         """Go back to the position of a workbench that was just opened."""
         self.saved_algorithm, self.saved_streams, self.checkpoint = None, (), None
+        self.buffer.clear()
         self._counters.iterations_to_skip = 0

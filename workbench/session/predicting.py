@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
-from workbench.mapping.calibration import Sample, fit
+from workbench.mapping.calibration import Sample, fit, spread
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from workbench.algorithms.loop import Algorithm
 
-# The first fit starts from these: of a call, a step and a pass nothing but their own overhead, which data then moves.
-START = Constants(training=1.5, inference=1.5, memory=1.5, tensor=2.0, data=1.0, passes=1e-3, steps=1e-3, updates=0.01,
-                  calls=0.02, transition=1.0, transitions=0.01, transfer=1.0)  # fmt: skip
+# The first fit starts from these: of a call nothing but its own overhead, which data then moves.
+START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
 
 
 @dataclass
@@ -125,7 +124,7 @@ class Predictor:
             if call in measured:
                 key = str(self._hosts.placement), algorithm.iteration, call
                 known.samples[key] = Sample(made_of, measured[call], f"{role}.{call}")
-        known.constants = fit(list(known.samples.values()), START, peaks=False)
+        known.constants = fit(list(known.samples.values()), START)
         known.measured[str(self._hosts.placement)] = measured
         return known.constants
 
@@ -152,7 +151,7 @@ class Predictor:
         plans = search(self._hosts.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
                        constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
         found = ranked(self._possible(plans)) if count <= has else plans.plans
-        return replace(plans, plans=tuple(found[:top]))
+        return replace(plans, plans=tuple(found[:top]), error=spread(known.samples, START))
 
     def _possible(self, plans: Plans) -> list[Plan]:
         """Those with a placement that every role's engine takes."""

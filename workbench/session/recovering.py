@@ -132,8 +132,9 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
             backend.end(new)
         hosts.lost |= dict.fromkeys(lost, "a recovery that failed")
         raise
-    hosts.become(replace(hosts.description, moved=tuple(infos)))
-    runner.groups.follow_hosts()
+    with hosts.changing:
+        hosts.become(replace(hosts.description, moved=tuple(infos)))
+        runner.groups.follow_hosts()
     for pool in lost:
         hosts.lost.pop(pool, None)
         hosts.pending_cleanup.pop(pool, None)

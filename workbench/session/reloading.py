@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from workbench.backends.starting import Step, settle
 from workbench.config.requirements import check
 from workbench.data.reward_function import check_function
@@ -23,11 +21,14 @@ from workbench.display.html import table
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Progress
 from workbench.errors import BadInput, ReloadError
+from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT
 from workbench.stages.groups import Groups
 from workbench.stages.runner import StageRunner
+from workbench.support import pickles
+from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.support.notebook_code import code_behind, is_of_notebook
 from workbench.workers.reload.patching import Patch, Patched, check_syntax
@@ -132,7 +133,8 @@ class Reloader:
         if not texts and not models:
             return ReloadReport(())
         report = self._patch(hosts, texts, models)
-        self._hosts.become(description)
+        with self._hosts.changing:  # settings may have been assigned since it began
+            self._hosts.become(description.retrained_as(self._hosts.description))
         for groups in {self._runner.groups, *self._groups_of_process()}:
             groups.take_new_code()
         self._hosts.record()
@@ -144,7 +146,7 @@ class Reloader:
         """See `Workbench.autoreload`."""
         self._runner.ownership.check_open()
         if not isinstance(on, bool):
-            raise BadInput(f"autoreload({on!r:.40})", "takes True or False")
+            raise BadInput(f"autoreload({shown(on, 40)})", "takes True or False")
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self) -> None:
@@ -218,7 +220,7 @@ class Reloader:
         """The models of roles with the functions or worker classes that `reload` was given."""
         found = {}
         for role, given in roles.items():
-            where = f"reload({role}={getattr(given, '__name__', repr(given)):.60})"
+            where = f"reload({role}={name_of(given) if callable(given) else shown(given)})"
             if role not in self._hosts.description.models or role == ROLLOUT:
                 others = [name for name in self._hosts.description.models if name != ROLLOUT]
                 raise BadInput(where, f"this workbench has {', '.join(others)}", meant(role, others, str) or "")
@@ -248,10 +250,10 @@ class Reloader:
         kernel, asked, done = Patch(), list[HostInfo](), list[Reloaded]()
         if not inline:
             try:  # read on the hosts once they have the texts, which may define what it refers to
-                kinds = cloudpickle.dumps(kinds)
+                kinds = pickles.dumps(kinds)
             except Exception as error:
                 rule = "what hosts are to run has to pickle"
-                raise BadInput(f"reload({', '.join(models)}): {error}", rule) from error
+                raise BadInput(f"reload({', '.join(models)}): {said(error)}", rule) from error
         try:
             done.append(Reloaded("kernel", "", None, kernel.apply(texts, {}, {})))
             if not done[0].patched.error:

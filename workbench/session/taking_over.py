@@ -44,7 +44,10 @@ def take_over(
     """Give a workbench what the kernel before had. note: called with what is waited for."""
     counters = runner.counters
     if recorded.counters:
-        _take_counters(recorded.counters, runner, prompts)
+        _take_counters(recorded.counters, runner)
+        prompts.go_on(
+            recorded.counters["drawn"], recorded.counters["prompts"], recorded.ledger, recorded.ledger_changes
+        )
     runner.outcomes.updates.of_role = {
         role: replace(update, weights=counters.weights[role])
         for role, update in recorded.updates.items() if role in counters.weights
@@ -60,28 +63,26 @@ def take_over(
         runner.hosts.lost |= dict.fromkeys((info.pool for info in runner.hosts.infos), RECOVERY)
 
 
-def _take_counters(values: Mapping[str, Any], runner: StageRunner, prompts: PromptStream) -> None:
+def _take_counters(values: Mapping[str, Any], runner: StageRunner) -> None:
     hosts, counters = runner.hosts, runner.counters
     counters.run, counters.batch, counters.iteration = values["run"], values["batch"], values["iteration"]
     # stages of that kernel may have gone on without it: no weights are known to be those of then, and rollout workers
     # are sent the actor's again
     for role, weights in values["weights"].items():
         counters.weights[role] = Weights.fresh(weights["steps"])
-    counters.draws[counters.iteration] = values["draws"]
+    counters.take_draws(values)
     counters.iterations_to_skip = values["iterations_to_skip"]
     # a kernel that ended before it recorded its move has noted successors that no placement has
     successors, there = dict(values["shard_successors"]), {info.name for info in hosts.infos}
     hosts.pools_ended = values["pools_ended"]
     hosts.shard_successors = {old: new for old, new in successors.items() if new in there or new in successors}
-    prompts.drawn, prompts.state = values["drawn"], values["prompts"]
-    if prompts.source and values["prompts"]:
-        prompts.source.load_state_dict(values["prompts"])
 
 
 def _take_position(
     values: Mapping[str, Any], runner: StageRunner, position: Position, checkpoints: Checkpoints
 ) -> None:
     position.saved_algorithm, position.saved_streams = values["algorithm"], values["streams"]
+    position.fill_buffer(values)
     metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
     runner.counters.last_metrics = metrics
     position.first_states, position.recovering = values["first_states"], values.get("recovering", False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from workbench.backends import Pending
@@ -12,15 +15,16 @@ from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
 from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput
-from workbench.placement import ROLLOUT, Placement
+from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
 from workbench.stages.ownership import Ownership
-from workbench.telemetry.memory import MemoryReading
+from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import TelemetryStore
+from workbench.telemetry.transfer_sums import MOVES
 from workbench.workers.transfer_probe import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ class Topology:
         self._counters, self._telemetry = counters, telemetry
         self._described: dict[str, Pending] = {}  # the last question of what it holds, by host
         self._bandwidth_bytes_s: float | None = None
+        self._events, self._events_lock = telemetry.follow("events"), threading.Lock()
+        self._rests_s: dict[bool, deque[float]] = {starts: deque(maxlen=MOVES) for starts in (False, True)}
 
     def _seen(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
         self._ownership.check_open()
@@ -106,6 +112,9 @@ class Topology:
                     "role": role, "model": group.model, "engines": " + ".join(engines),
                     "dtype": spec.dtype if spec.name else "", "pool": pool.name, "devices": devices,
                 })  # fmt: skip
+        if (environments := self._hosts.placement.environments) is not None:
+            devices = f"{environments.devices} processes"
+            rows.append({"role": ENVIRONMENT, "pool": environments.name, "devices": devices})
         return table(rows, caption=caption)
 
     def memory(self) -> DeviceMap:
@@ -164,6 +173,7 @@ class Topology:
         lost = self.given_up(description)
         seen = self._seen(without=lost)
         bandwidth, measured = self._bandwidth()
+        room = self._room(seen)
         change = PlacementChange(
             old=self._hosts.placement,
             new=description.placement,
@@ -175,11 +185,13 @@ class Topology:
             fresh=set(self._counters.weights).difference(*(s["moments"] for s in seen)),
             device=description.device,
             again=self._hosts.pools_ended | {info.pool: info.again for info in self._hosts.infos},
-            has_bytes=self._room(seen),
+            has_bytes=room,
+            capacity_bytes=None if room is None else min(map(capacity_bytes, seen)),
             bandwidth_bytes_s=bandwidth,
             measured=measured,
         )
-        return replace(change, refusal=self._refusal(change), start_s=_start_s(change, seen))
+        rest_s = self._rest_s(starts=any(place.new for place in change.places))
+        return replace(change, refusal=self._refusal(change), start_s=_start_s(change, seen), rest_s=rest_s)
 
     def given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""
@@ -221,6 +233,16 @@ class Topology:
             return None
         held = sum(tenant.memory.certain(on_cpu=True) for tenant in self.estimate().tenants)
         return int(min(s["available_bytes"] for s in seen)) + held + sum(s["batch_bytes"] for s in seen)
+
+    def _rest_s(self, *, starts: bool) -> float | None:
+        """`PlacementChange.rest_s`: the mean of the last moves that started processes, or of those that did not."""
+        with self._events_lock:
+            for row in self._events.new():
+                details = row["details"]
+                if row["event"] == "move" and "start_seconds" in details:  # older records lack it
+                    rest_s = details["seconds"] - details["transfer_seconds"] - details["start_seconds"]
+                    self._rests_s[details["starts_processes"]].append(max(0.0, rest_s))
+            return mean(self._rests_s[starts]) if self._rests_s[starts] else None
 
     def _bandwidth(self) -> tuple[float | None, str]:
         """Bytes a second from process to process, and where that figure is from."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, MissingDependency
+from workbench.settings.context import GivenContext
+from workbench.settings.rates import Rates
 from workbench.settings.roles import CRITICS
+from workbench.settings.schedules import check_schedule
 from workbench.support.validation import (
     FINITE,
     SEQUENCE,
@@ -26,16 +31,34 @@ from workbench.support.validation import (
 )
 
 TrainingEngine = Literal["torch", "deepspeed"]
+Optimizer = Literal["adamw", "muon", "adamw_8bit"]
 GenerationEngine = Literal["transformers", "vllm"]
 SyncStrategy = Literal["hybridflow", "v", "full"]
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
+HeadDType = Literal["same", "float32"]
 ShareMemory = bool | Literal["always"]
 TRAINING_ENGINES, GENERATION_ENGINES = get_args(TrainingEngine), get_args(GenerationEngine)
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
 
 LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
+SMALLEST_8BIT = 4096  # elements of a tensor whose moments bitsandbytes keeps in 8 bits
+HIGH_RATE = 0.01  # above it a step of AdamW is as large as weights are
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"] | Callable[[int], Any],
+    Rule("must be 'constant', 'linear', 'cosine', or a function of the number of steps", "write schedule='cosine'"),
+]
+
+
+RATES = (
+    "learning_rate", "rates", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "total_steps",
+    "max_grad_norm",
+)  # fmt: skip
+LIVE = (*RATES, "minibatches")
+"""Fields of `Training` that can be assigned while a workbench lives; `RATES`: those that only the optimizer reads."""
 
 
 @settings()
@@ -44,8 +67,19 @@ class Training:
 
     engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
     zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
-    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5.
-    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; all but "constant" need total_steps.
+    optimizer: "adamw", or "muon" (https://kellerjordan.github.io/posts/muon/): matrices but embeddings and heads take
+        orthogonalised steps, scaled as in arXiv:2502.16982 so that AdamW's rate is theirs too; all other weights take
+        AdamW's; or "adamw_8bit", by bitsandbytes (extra `adam8bit`): AdamW whose moments have 8 bits an element and a
+        scale for each block of 256 (https://arxiv.org/abs/2110.02861), 2 bytes a weight in place of 8; tensors of fewer
+        than 4,096 elements keep fp32 moments. Both need engine="torch" and t=1, where each tensor is whole on its rank.
+    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5. Biases and norms are
+        not decayed.
+    rates: a factor of the learning rate for weights whose name, as transformers has it, holds a match of a pattern
+        (`re.search`): `{"embed": 0.1, "lm_head|score": 10.0}`. The first pattern that matches counts; 0 leaves its
+        weights as they are. While a workbench lives the factors can change, and the patterns stay.
+    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; "linear" and "cosine" need
+        total_steps. A function `schedule(step)` gives the factor of the rate when so many steps have been taken: it is
+        checked at once, for `total_steps` steps or 100, and goes to the ranks as functions of a cell do.
     max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
     minibatches: optimizer steps that one update takes from one batch (of one epoch).
     micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
@@ -55,6 +89,9 @@ class Training:
         Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
         `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
         (within rounding where an update skips rows without advantage).
+    head_dtype: "float32" computes the logits in fp32 whatever the model's dtype, from fp32 hidden states and the
+        output head's weights in fp32 (MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.2); "same": in its dtype.
+        The transformers engine generates so too; for vLLM see `Generation`.
     activation_checkpointing: recompute layer activations in the backward pass.
     compile: run the layers through torch.compile, which needs a C++ compiler and, the first time on a machine, a minute
         or more. Results differ within rounding.
@@ -62,19 +99,22 @@ class Training:
 
     engine: TrainingEngine = "deepspeed"
     zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
+    optimizer: Optimizer = "adamw"
     learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
+    rates: Rates | None = None
     betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
         0.9,
         0.95,
     )
     eps: Annotated[PositiveFloat, FINITE] = 1e-8
     weight_decay: Annotated[NonNegativeFloat, FINITE] = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     warmup_steps: NonNegativeInt = 0
     total_steps: PositiveInt | None = None
     max_grad_norm: NonNegativeFloat = 1.0
     minibatches: PositiveInt = 1
     micro_batch_tokens: PositiveInt | None = None
+    head_dtype: HeadDType = "same"
     activation_checkpointing: bool = False
     compile: bool = False
 
@@ -85,7 +125,21 @@ class Training:
                 "stage 3 gathers weights in hooks of the modules that are compiled",
                 "use zero_stage=2, or compile=False",
             )
-        if self.schedule != "constant" and self.total_steps is None:
+        if self.optimizer == "muon" and self.engine != "torch":
+            raise BadInput(
+                f"Training(optimizer='muon', engine={self.engine!r})",
+                "Muon makes the step of a whole matrix orthogonal, and ZeRO gives the optimizer stretches of many",
+                "use engine='torch', or optimizer='adamw'",
+            )
+        if self.optimizer == "adamw_8bit" and self.engine != "torch":
+            raise BadInput(
+                f"Training(optimizer='adamw_8bit', engine={self.engine!r})",
+                "8-bit moments belong to whole tensors, and ZeRO gives the optimizer stretches of many",
+                "use engine='torch', or optimizer='adamw'",
+            )
+        if callable(self.schedule):
+            check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        elif self.schedule != "constant" and self.total_steps is None:
             raise BadInput(
                 f"Training.schedule={self.schedule!r} without total_steps",
                 "a schedule that ends needs its length in optimizer steps",
@@ -102,6 +156,41 @@ class Training:
     def peak_learning_rate(self) -> float:
         """The rate between warm-up and decay."""
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    def doubt(self, role: str) -> str:
+        """What to say of a learning rate that a role is not likely to survive; empty: nothing."""
+        if self.peak_learning_rate <= HIGH_RATE:
+            return ""
+        usual = Training().of_role(role).learning_rate
+        return (
+            f"lab.{role}.training.learning_rate is {self.peak_learning_rate:g}: a step moves a weight by about as much,"
+            f" and weights of language models are near 0.02, so that the model forgets what it knows. Write {usual:g}, "
+            "the default, or for an adapter or a tiny model 1e-4 to 1e-3"
+        )
+
+    def pattern_of(self, name: str) -> str:
+        """The pattern of `rates` that counts for a weight; empty: none."""
+        return next((pattern for pattern in self.rates or () if re.search(pattern, name)), "")
+
+    def is_for_muon(self, name: str, axes: int) -> bool:
+        """Whether Muon makes the steps of a weight with that many axes."""
+        return self.optimizer == "muon" and axes == 2 and not re.search(r"embed|lm_head|wte|wpe|score", name)
+
+    def is_8bit(self, elements: int) -> bool:
+        """Whether a weight of so many elements has moments of 8 bits."""
+        return self.optimizer == "adamw_8bit" and elements >= SMALLEST_8BIT
+
+    def group_of(self, name: str, axes: int) -> tuple[int, bool]:
+        """The parameter group of a weight with that many axes; groups are in this order. Matrices come first: they are
+        decayed, biases and norms are not."""
+        pattern = self.pattern_of(name)
+        return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
+
+    @property
+    def without_rates(self) -> Training:
+        """With the defaults of `RATES`: equal where a stage reads the same columns and cuts them alike."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in RATES}
+        return Training(**kept)
 
     def of_role(self, role: str) -> Training:
         """With the role's default in place of a learning rate that was not given."""
@@ -127,6 +216,8 @@ class Generation:
         None: the cache is what the placement leaves there, at most room for max_rows of max_model_tokens.
     max_rows: most sequences decoded at the same time by one engine. None: 512 for vLLM on a GPU, the most that its CUDA
         graphs cover by default; else 64.
+    head_dtype: "float32": vLLM computes the logits in fp32, on a GPU with fp32 sums of products of the model's dtype;
+        "same": in its dtype. The transformers engine computes them as `Training.head_dtype` says.
     check_sync: after each weight sync compare log-probabilities of engine and trainer, and checksums of slices as they
         were sent and as they arrived; `SyncError` when they differ.
     """
@@ -138,9 +229,16 @@ class Generation:
     kv_cache_gib: PositiveFloat = 1.0
     gpu_memory_fraction: Annotated[Number, Field(gt=0, lt=1)] | None = None
     max_rows: PositiveInt | None = None
+    head_dtype: HeadDType = "same"
     check_sync: bool = True
 
     def __post_init__(self) -> None:
+        if self.engine == "transformers" and self.head_dtype != "same":
+            raise BadInput(
+                f"Generation.head_dtype={self.head_dtype!r} with engine='transformers'",
+                "the transformers engine computes logits as the trainer does",
+                f"write Training(head_dtype={self.head_dtype!r}), which holds for both",
+            )
         if self.engine == "transformers" and self.tensor_parallel_size > 1:
             raise BadInput(
                 f"Generation.tensor_parallel_size={self.tensor_parallel_size} with engine='transformers'",
@@ -161,22 +259,50 @@ def _check_environment(environment: Callable[[], Any]) -> Callable[[], Any]:
     if not callable(step):
         raise BadInput(
             f"environment {environment.__name__} has no method step",
-            "step(response) answers each turn of the policy with (observation, reward, done)",
+            "step(response) or step(message) answers each turn of the policy with (observation, reward, done)",
             "def step(self, response): return observation, 0.0, True",
         )
     try:
         signature = inspect.signature(step)
-        raw = {name: None for name in ("raw_response", "response_ids") if name in signature.parameters}
-        signature.bind("self", "response", **raw)
+        by_name = {name: None for name in ("raw_response", "response_ids", "message") if name in signature.parameters}
+        text = () if [*signature.parameters][1:2] in ([name] for name in by_name) else ("response",)
+        signature.bind("self", *text, **by_name)
     except TypeError as error:
         raise BadInput(
             f"step{inspect.signature(step)} of environment {environment.__name__}: {error}",
-            "it is called with the text of a turn; raw_response= and response_ids= it gets where it takes them by name",
+            "it is called with the text of a turn, or gets message=, raw_response=, response_ids= as it names them",
             "def step(self, response): return observation, 0.0, True",
         ) from None
     except ValueError:  # one that does not say what it takes
         pass
     return environment
+
+
+AGENT_GIVES = ("row", "client", "base_url", "api_key")  # what the function of an agent may ask for
+AN_AGENT = "async def agent(row, client), or def agent(row, base_url, api_key)"
+
+
+def _check_agent(agent: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise `BadInput` for a function that asks for something else than an agent gets."""
+    try:
+        signature = inspect.signature(agent)
+    except (TypeError, ValueError):  # one that does not say what it takes
+        return agent
+    named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    given = {name: None for name in AGENT_GIVES if name in named or len(named) < len(signature.parameters)}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise BadInput(
+            f"agent={getattr(agent, '__name__', agent)!s:.40}{signature}: {error}",
+            f"an agent gets {', '.join(AGENT_GIVES)}, by name", f"write {AN_AGENT}",
+        ) from None  # fmt: skip
+    if "client" in named and importlib.util.find_spec("openai") is None:
+        raise MissingDependency(
+            f"agent={getattr(agent, '__name__', agent)!s:.40}{signature} without openai",
+            "client is an openai.OpenAI, or openai.AsyncOpenAI", "pip install openai, or ask for base_url and api_key",
+        )  # fmt: skip
+    return agent
 
 
 def _is_greedy_or_sampled(temperature: float) -> float:
@@ -198,7 +324,7 @@ Bias = Annotated[
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     SEQUENCE,
-    Rule("must be a sequence of non-empty strings", "write stop=('\\n',)"),
+    Rule("must be a sequence of non-empty strings", "a single one stands in a tuple too: stop=('END',)"),
 ]
 StopTokens = Annotated[
     tuple[Whole, ...], SEQUENCE, Rule("must be a sequence of token ids", "write stop_token_ids=(2,)")
@@ -212,6 +338,10 @@ Environment = Annotated[
     ),
 ]
 
+Agent = Annotated[
+    Callable[..., Any], AfterValidator(_check_agent), Rule("must be the function of an agent", f"write {AN_AGENT}")
+]
+
 
 @settings(called="")
 class Sampling:
@@ -219,6 +349,10 @@ class Sampling:
 
     temperature: 0 is greedy; else 0.01 to 2. top_p, top_k, min_p: nucleus, top-k (0: off) and min-p truncation, the
         last to tokens at least min_p times as probable as the likeliest (0: off).
+    keep_mask: keep for each token which tokens truncation left (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556,
+        section 3.1), in columns `sampling_mask_ids` and `sampling_mask_sizes`, 4 bytes a token that was left and 4 a
+        response token. The trainer's log-probabilities are then over the same tokens, and a `Correction` is right.
+        vLLM gives them with top_k alone, or beside top_p and min_p.
     repetition_penalty: logits of tokens in prompt or response are divided by it where positive, else multiplied
         (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: off.
     presence_penalty, frequency_penalty: taken from the logit of a token that the response has; once, and once for each
@@ -231,22 +365,31 @@ class Sampling:
         ends nothing: responses of forced length, for benchmarks. Whatever ended a response is its last part: EOS, stop
         token, and the tokens up to the one that completed the stop string.
     environment: makes the responses conversations, see `workbench.data.environment`: a class, or a function without
-        arguments that makes one, called once a sample. max_turns: most turns of the policy. concurrency,
+        arguments that makes one, called once a sample. max_turns: most turns of the policy. max_calls: most tool calls;
+        a turn with more than are left is not answered. max_seconds: by the clock, looked at between turns and while an
+        environment answers. A conversation that a limit ends has its name as `ending`. concurrency,
         call_timeout_s: calls of environments under way at once on a rank, and the time limit of one. retries: how often
         a conversation whose environment failed begins again, from the same seed, with a new environment. most_failed:
         the share of rows whose environment may fail at last, see `generate_sequences`.
+    most_open: conversations that are open at the same time on a rank; the others begin as these end. Each has at most
+        one turn that its environment has not answered, so this bounds these, too. None: all.
+    agent: a function, called once a sample, which asks for each turn itself, over HTTP: see `workbench.data.agent`.
+        The other settings hold as with an environment. context: what the policy reads of a long conversation with an
+        environment, see `Context`; None: all of it. max_turns: most answers that a sample gets; call_timeout_s: of
+        the function's own time, in which it does not wait for an answer.
 
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
     but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
-    the two is theirs as well, and with top_p, top_k and min_p a `Correction` is refused. Greedy responses carry
-    log softmax(logits after bias and penalties).
+    the two is theirs as well, and with top_p, top_k and min_p a `Correction` is refused unless the mask is kept. Greedy
+    responses carry log softmax(logits after bias and penalties).
     """
 
     temperature: Temperature = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1), Rule("must be a number in (0, 1]")] = 1.0
     top_k: NonNegativeInt = 0
     min_p: Annotated[Number, Field(ge=0, le=1), Rule("must be a number in [0, 1]")] = 0.0
+    keep_mask: bool = False
     repetition_penalty: PositiveFloat = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -257,7 +400,12 @@ class Sampling:
     stop_token_ids: StopTokens = ()
     ignore_eos: bool = False
     environment: Environment | None = None
+    agent: Agent | None = None
+    context: GivenContext | None = None
     max_turns: PositiveInt = 8
+    max_calls: NonNegativeInt | None = None
+    max_seconds: PositiveFloat | None = None
+    most_open: PositiveInt | None = None
     concurrency: PositiveInt = 8
     call_timeout_s: PositiveFloat = 30.0
     retries: NonNegativeInt = 0
@@ -268,6 +416,42 @@ class Sampling:
             raise BadInput(
                 f"min_new_tokens={self.min_new_tokens}", f"must be at most max_new_tokens={self.max_new_tokens}"
             )
+        if self.environment is not None and self.agent is not None:
+            raise BadInput(
+                "environment= and agent= together",
+                "an environment answers each turn of the policy, an agent asks for each turn itself",
+                "give one of them",
+            )
+        if self.context is not None and self.environment is None:
+            raise BadInput(
+                "context= without environment=",
+                "it bounds what is read of a conversation with an environment; an agent chooses its contexts itself",
+                "give environment=MyEnvironment too",
+            )
+        given = [name for name in ("max_calls", "max_seconds") if getattr(self, name) is not None]
+        if self.agent is not None and given:
+            raise BadInput(
+                f"{' and '.join(given)} with agent=",
+                "an agent makes its calls itself, and these limits are those of an environment",
+                "let the function count them, or give call_timeout_s",
+            )
+        tool_s = getattr(self.environment, "timeout_s", None)  # of `wb.Tools`
+        if isinstance(tool_s, int | float) and tool_s >= self.call_timeout_s:
+            raise BadInput(
+                f"call_timeout_s={self.call_timeout_s:g} with tools whose timeout_s is {tool_s:g}",
+                "a turn waits for its tools, and past call_timeout_s its row fails, where the model could be told",
+                f"write call_timeout_s={2 * tool_s:g}",
+            )
+
+    @property
+    def keeps_mask(self) -> bool:
+        """Whether there is a mask to keep: tokens are left out of what is sampled from."""
+        return self.keep_mask and bool(truncation(vars(self)))
+
+    @property
+    def several_turns(self) -> Callable[..., Any] | None:
+        """The user's function that makes the responses conversations, if there is one."""
+        return self.environment or self.agent
 
     @property
     def token_ids(self) -> list[int]:
@@ -293,7 +477,19 @@ def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
             f"{what} on rollouts that were sampled with {given}",
             "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
             "probability of the tokens that were left, not a difference between engine and trainer",
-            f"sample with {off}, or leave the correction out",
+            f"sample with {off}, or with keep_mask=True before compute_log_prob, or leave the correction out",
+        )
+
+
+def check_mask(sampling: Mapping[str, Any], generation: Generation | None) -> None:
+    """Raise `BadInput` where the engine cannot give the mask that is to be kept. sampling: fields of `Sampling`."""
+    truncated = truncation(sampling) if sampling["keep_mask"] else {}
+    if truncated and not sampling["top_k"] and generation is not None and generation.engine == "vllm":
+        given = ", ".join(f"{name}={value}" for name, value in truncated.items())
+        raise BadInput(
+            f"keep_mask=True with {given} and no top_k, on engine='vllm'",
+            "vLLM names the tokens that were left where a top_k bounds their number",
+            "add a top_k that is seldom reached, such as top_k=256, or use Generation(engine='transformers')",
         )
 
 
@@ -302,8 +498,14 @@ def check_room(sampling: Mapping[str, Any], generation: Generation | None) -> No
 
     sampling: fields of `Sampling`.
     """
-    new = sampling["max_new_tokens"]
-    if generation is not None and new >= generation.max_model_tokens:
+    new, context = sampling["max_new_tokens"], sampling.get("context")
+    if generation is not None and context is not None and context.max_tokens > generation.max_model_tokens:
+        raise BadInput(
+            f"Context(max_tokens={context.max_tokens})",
+            f"the model reads Generation.max_model_tokens={generation.max_model_tokens}",
+            "lower it, or open the workbench with a larger Generation.max_model_tokens",
+        )
+    if generation is not None and context is None and new >= generation.max_model_tokens:
         raise BadInput(
             f"max_new_tokens={new}",
             f"prompt and response share Generation.max_model_tokens={generation.max_model_tokens}",

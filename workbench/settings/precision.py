@@ -18,12 +18,15 @@ class Precision:
     head: "float32" computes the logits in fp32 from weights of the output head in fp32; "same": in `dtype`.
     adapter: "native" computes W x + B A x, as a trainer does; "merged" (W + B A) x, where the sum is rounded to what
         the weights are held in. Without an adapter they are one.
+    sampling_mask: of rollouts with a sampling mask (`Sampling.keep_mask`) over the tokens that could be drawn; False:
+        over all tokens.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: Literal["float32", "same"] = "float32"
     head: Literal["float32", "same"] = "same"
     adapter: Literal["native", "merged"] = "native"
+    sampling_mask: bool = True
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -42,3 +45,5 @@ MERGED: Mapping[str, Precision] = MappingProxyType(
     {"bfloat16_engine_merged": Precision(dtype="bfloat16", weights="same", adapter="merged")}
 )
 """Those that are compared besides where there is an adapter."""
+ALL_TOKENS: Mapping[str, Precision] = MappingProxyType({"float32_all_tokens": Precision(sampling_mask=False)})
+"""Those that are compared besides where the rollouts have a sampling mask."""

@@ -18,7 +18,9 @@ from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
+from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import load_tokenizer
 from workbench.stages.counters import Counters
 from workbench.stages.groups import Groups
@@ -60,6 +62,7 @@ class BatchStore:
         found, where = _as_table(table), "put()" if owner == "notebook" else owner
         meta = _as_meta(meta, where)
         self.vocabulary.check(found, where)
+        _check_texts(found, where)
         if len({len(column) for column in found.values()}) != 1 or not all(map(len, found.values())):
             sizes = ", ".join(f"{name}: {len(column)}" for name, column in found.items())
             raise BadInput(
@@ -82,6 +85,7 @@ class BatchStore:
         self.store.add(batch, origin, columns.values(), by_loop=self.by_loop)
         return batch
 
+    @stoppable("lab.load()", ("no batch has come of it", "the same call again loads it"))
     def load(self, path: str | Path) -> Batch:
         """See `Workbench.load`."""
         meta, tables = files.read(path, self.vocabulary)
@@ -159,11 +163,23 @@ META: Mapping[str, Any] = {
 
 def _as_meta(meta: Any, where: str) -> dict[str, Any]:
     if not isinstance(meta, Mapping | None) or not all(isinstance(name, str) for name in meta or {}):
-        raise BadInput(f"{where}: meta={meta!r:.60}", "plain values by name", "meta={'iteration': 3}")
+        raise BadInput(f"{where}: meta={shown(meta)}", "plain values by name", "meta={'iteration': 3}")
     try:
         return {name: checked(f"meta[{name!r}]", value, META.get(name, Any)) for name, value in (meta or {}).items()}
     except BadInput as error:
         raise BadInput(f"{where}: {error.value}", error.rule, error.remedy) from None
+
+
+def _check_texts(table: Table, where: str) -> None:
+    """Raise `BadInput` for a text that cannot be written: half a surrogate pair."""
+    for name, column in table.items():
+        for row, value in enumerate(column if isinstance(column, list) else ()):
+            if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+                raise BadInput(
+                    f"{where}: column {name!r} has half a character in row {row}",
+                    "texts are Unicode without lone surrogates",
+                    "value.encode('utf-8', 'replace').decode() replaces them",
+                )
 
 
 def _as_table(table: Any) -> Table:
@@ -176,7 +192,7 @@ def _as_table(table: Any) -> Table:
             "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
         )
     if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
-        raise BadInput(f"put({table!r:.60})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
+        raise BadInput(f"put({shown(table)})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
     found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
     for name, column in found.items():
         if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
@@ -188,7 +204,7 @@ def _as_table(table: Any) -> Table:
             )
         if isinstance(column, Ragged) and not column.is_whole:
             raise BadInput(
-                f"put(): column {name!r} has {len(column.values)} values for lengths {column.lengths.tolist()!r:.60}",
+                f"put(): column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
                 "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
                 "make it with Ragged.of(rows, dtype)",
             )

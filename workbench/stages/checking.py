@@ -9,8 +9,10 @@ from typing import Any
 
 from workbench.batches.batch import Batch
 from workbench.batches.references import RowProvider
+from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.errors import BadInput
 from workbench.messages.operation import Operation
+from workbench.settings.engines import Training
 from workbench.stages.group import WorkerGroup
 from workbench.stages.run import Run
 from workbench.support.validation import at_least
@@ -21,7 +23,8 @@ class StageCall:
     """A call of an operation that was checked as far as it can be before its inputs are there.
 
     args, kwargs: as they go to the ranks. arguments: all of them by name, defaults among them. samples: copies of each
-    row. code: a text that is equal for equal code and arguments. timeout_s: how long it may take.
+    row. code: a text that is equal for equal code and arguments. timeout_s: how long it may take. training: of the
+    role, when it was called; None: it updates nothing.
     """
 
     group: WorkerGroup
@@ -33,6 +36,7 @@ class StageCall:
     samples: int
     code: str
     timeout_s: float | None
+    training: Training | None = None
 
     @property
     def updates(self) -> bool:
@@ -53,6 +57,11 @@ class StageCall:
     def writes(self) -> tuple[str, ...]:
         """The columns that it is registered to write."""
         return self.operation.written(self.arguments)
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Columns of an earlier response, which say nothing of the one that it draws."""
+        return OF_ONE_RESPONSE if self.operation.samples else ()
 
     @cached_property
     def result_ranks(self) -> tuple[int, ...]:
@@ -105,6 +114,7 @@ def check_call(
     return StageCall(
         group=group, operation=operation, batch=batch, args=args, kwargs=given, arguments=arguments, samples=samples,
         code=code, timeout_s=timeout_s,
+        training=group.spec.training if operation.updates and group.spec.trained else None,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -42,4 +43,9 @@ class Counters:
             "iteration": self.iteration,
             "weights": {role: asdict(weights) for role, weights in self.weights.items()},
             "draws": self.draws.get(self.iteration, -1),
+            "draws_ahead": [[number, draw] for number, draw in self.draws.items() if number > self.iteration],
         }
+
+    def take_draws(self, state: Mapping[str, Any]) -> None:
+        """Go on with the draws that `state` gave."""
+        self.draws = {state["iteration"]: state["draws"], **dict(state.get("draws_ahead", ()))}

@@ -11,6 +11,7 @@ from workbench.display.html import table
 from workbench.errors import NotFound, StageInterrupted, UpstreamError, WorkbenchError
 from workbench.errors.block import block, cell_names
 from workbench.errors.frames import StageFailure
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call
 from workbench.messages.operation import Operation
 
@@ -62,11 +63,11 @@ class FailedStage:
             {"": "ranks", "value": ", ".join(map(str, self.ranks))},
             {"": "error", "value": f"{type(self.error).__name__}: {self.error}"},
             {"": "batch", "value": "" if self.batch is None else f"{self.batch.id}, {self.batch.rows} rows"},
-            *({"": name, "value": f"{value!r:.80}"} for name, value in self.arguments.items()),
+            *({"": name, "value": f"{shown(value, 80)}"} for name, value in self.arguments.items()),
         ]
         frames = "\n".join(self._failure.lines(cell_names())) if self._failure else ""
-        shown = f"<pre>{escape(frames)}</pre>" if frames else ""
-        return table(rows, caption=repr(self).strip("<>"), max_rows=40) + shown
+        block = f"<pre>{escape(frames)}</pre>" if frames else ""
+        return table(rows, caption=repr(self).strip("<>"), max_rows=40) + block
 
 
 class Failures:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.batches.batch import Batch
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
 from workbench.placement import Layout, Placement, Pool
+from workbench.settings.engines import LIVE, Training
+from workbench.stages.live_training import Assign, LiveTraining
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
 from workbench.support.named_fields import meant
-from workbench.support.validation import PositiveInt, whole
+from workbench.support.validation import PositiveInt, checked, whole
 from workbench.workers.reload.sources import loaded
 
 if TYPE_CHECKING:
@@ -125,7 +131,8 @@ class GroupOperation:
         method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
-            self._method_code = fingerprint((method, spec))
+            training = None if spec.training is None else spec.training.without_rates
+            self._method_code = fingerprint((method, spec.changed(training=training)))
         values = [
             one for value in arguments.values() for one in (value.values() if isinstance(value, dict) else [value])
         ]
@@ -157,8 +164,9 @@ class WorkerGroup:
         worker_class: type,
         caller: Placer,
         worker_role: str | None = None,
+        assign: Assign | None = None,
     ) -> None:
-        self.worker_role, self._caller = worker_role or role, caller
+        self.worker_role, self._caller, self._assign = worker_role or role, caller, assign
         self.role, self.dropped = role, False
         self.place(pool, hosts, layout)
         self.operations: dict[str, GroupOperation] = {}
@@ -186,6 +194,28 @@ class WorkerGroup:
     def place(self, pool: Pool, hosts: tuple[str, ...], layout: Layout) -> None:
         """Set where its ranks are now."""
         self.pool, self.hosts, self.layout = pool, hosts, layout
+
+    @property
+    def training(self) -> LiveTraining:
+        """How the role is trained now. An assignment holds from the next stage on:
+        `lab.actor.training.learning_rate = 5e-6`; `lab.history.changes()` lists them."""
+        return LiveTraining(self.role, lambda: self.spec.training, self._assign)
+
+    @training.setter
+    def training(self, training: Training) -> None:
+        checked("training", training, Training)
+        self.training.take({field.name: getattr(training, field.name) for field in fields(training)})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LIVE:
+            where = f"lab.{self.role}.training.{name}"
+            raise BadInput(f"lab.{self.role}.{name} = {shown(value)}", f"it is a field of {where[: -len(name) - 1]}",
+                           f"write {where} = {shown(value)}")  # fmt: skip
+        typo = name != "training" and difflib.get_close_matches(name, ["training"])
+        if typo and not isinstance(value, GroupOperation):
+            rule = "a role has no such setting"
+            raise BadInput(f"lab.{self.role}.{name} = {shown(value)}", rule, f"write lab.{self.role}.training")
+        super().__setattr__(name, value)
 
     @checked_call("group.move")
     def move(self, pool: str, devices: PositiveInt | None = None) -> Any:

@@ -12,6 +12,7 @@ from workbench.models.spec import Model
 from workbench.placement import ROLLOUT
 from workbench.stages.counters import Counters
 from workbench.stages.group import GroupOperation, Placer, WorkerGroup
+from workbench.stages.live_training import Assign
 from workbench.stages.ownership import Ownership
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -20,7 +21,8 @@ class Groups:
     """by_role: the groups. lead: the group whose tokenizer makes the tokens, and to whose hosts tables are put.
 
     caller: carries out the calls of the groups. delegate_rollout: called when the groups of rollout workers were made,
-    so that they generate for the actor. when_changed: called when a role was added or dropped.
+    so that they generate for the actor. when_changed: called when a role was added or dropped. assign: changes the
+    training of a role, see `LiveSettings`.
     """
 
     lead: WorkerGroup
@@ -31,6 +33,7 @@ class Groups:
         self.by_role: dict[str, WorkerGroup] = {}
         self.delegate_rollout: Callable[[], object] = lambda: None
         self.when_changed: list[Callable[[], object]] = []
+        self.assign: Assign
 
     def make(self) -> None:
         """Make the groups of a workbench that is opened."""
@@ -97,7 +100,7 @@ class Groups:
     def _add(self, role: str, model: Model, worker_role: str) -> None:
         kind = model.worker or ROLE_WORKERS[role]
         place = self._hosts.place_of(worker_role)
-        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role)
+        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role, self.assign)
         if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
             # an actor with a worker class of the user's may load other weights than rollout workers do
             own = role == ROLLOUT and self._hosts.description.models["actor"].worker is not None

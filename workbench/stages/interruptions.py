@@ -6,16 +6,17 @@ from workbench.errors import StageInterrupted
 from workbench.messages.replies import UpdatePart
 
 AS_BEFORE = "things are as before the stage"
+AGAIN = "run the cell again to go on"
 
 
 def before_it_began(name: str) -> StageInterrupted:
     """It waited for an input, or for its pool."""
-    return StageInterrupted(f"{name} was interrupted before it began", AS_BEFORE)
+    return StageInterrupted(f"{name} was interrupted before it began", AS_BEFORE, AGAIN)
 
 
 def as_before(name: str) -> StageInterrupted:
     """It left nothing, and its result was dropped."""
-    return StageInterrupted(f"{name} was interrupted", AS_BEFORE)
+    return StageInterrupted(f"{name} was interrupted", AS_BEFORE, AGAIN)
 
 
 def after_all_steps(name: str) -> StageInterrupted:
@@ -23,7 +24,7 @@ def after_all_steps(name: str) -> StageInterrupted:
     return StageInterrupted(
         f"{name} was interrupted after its last optimizer step",
         "the update is done",
-        "the same call again takes no step, and gives its metrics",
+        "run the cell again: the same call takes no step, and gives its metrics",
     )
 
 
@@ -33,7 +34,8 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
         return as_before(name)
     return StageInterrupted(
         f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
-        f"the weights are as after that step; the same call again goes on with step {part.steps + 1}",
+        "the weights are as after that step",
+        f"run the cell again: the same call again goes on with step {part.steps + 1}",
     )
 
 
@@ -42,7 +44,7 @@ def left_alone(name: str) -> StageInterrupted:
     return StageInterrupted(
         f"{name} was interrupted twice",
         "its ranks stop at the next place where nothing is half done, and nobody waits for them",
-        "the next call waits for them",
+        "run the cell again to go on: the next call waits for them",
     )
 
 
@@ -51,7 +53,7 @@ def cut_short(name: str, *, updates: bool) -> StageInterrupted:
     if updates:
         rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
         return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
-    return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped")
+    return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped", AGAIN)
 
 
 def stuck(name: str, ranks: str, seconds: float) -> StageInterrupted:

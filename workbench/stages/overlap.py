@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from workbench.errors import StageInterrupted
-from workbench.stages.interruptions import AS_BEFORE
+from workbench.stages.interruptions import AGAIN, AS_BEFORE
 from workbench.stages.run import Run
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.waiting import interrupted
@@ -90,4 +90,4 @@ class Overlap:
         if len(said) == 1:
             raise said[0]
         told = "; ".join(str(one).rstrip(".") for one in said)
-        raise StageInterrupted(told or "the stages under way were interrupted", "" if told else AS_BEFORE)
+        raise StageInterrupted(told or "the stages under way were interrupted", *(() if told else (AS_BEFORE, AGAIN)))

@@ -12,6 +12,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.location import Location, Pull
 from workbench.batches.references import Column
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call
 from workbench.messages.operation import Operation
 from workbench.stages.group import WorkerGroup
@@ -26,7 +27,9 @@ def calls_without_batch(
         return [Call(**common, args=args) for _ in range(size)]
     for value in args:
         if not isinstance(value, Sequence) or len(value) != size:
-            raise BadInput(f"{operation.name}: {value!r:.60}", f"ALL_TO_ALL takes one input a rank, as lists of {size}")
+            raise BadInput(
+                f"{operation.name}: {shown(value)}", f"ALL_TO_ALL takes one input a rank, as lists of {size}"
+            )
     per_rank = list(zip(*args, strict=True)) if args else [()] * size
     return [Call(**common, args=tuple(values)) for values in per_rank]
 
@@ -65,6 +68,7 @@ def calls_on_batch(
                 minibatch_sizes=tuple(len(chunk) for chunk in chunks),
                 sample=None if sample is None else sample[mine],
                 meta=dict(meta),
+                all_valid=operation.counts_all_rows,
             )
         )
     return calls

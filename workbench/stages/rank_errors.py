@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import StageError, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
+from workbench.errors.plain_text import said
 from workbench.messages.replies import FailedRows, Failure, PeerFailed
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def input_failed(consumer: str, producer: str, error: BaseException | None) -> U
         cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
         cause.__cause__ = error.__cause__
         return cause
-    said = f"{producer} was cancelled" if error is None else str(error)
+    words = f"{producer} was cancelled" if error is None else said(error)
     # errors of ours name their stage already
-    cause = UpstreamError(f"{consumer} was not run", said if producer in said else f"{producer}: {said}")
+    cause = UpstreamError(f"{consumer} was not run", words if producer in words else f"{producer}: {words}")
     cause.__cause__ = error
     return cause

@@ -15,6 +15,7 @@ from workbench.backends.base import Backend
 from workbench.batches.references import Settled
 from workbench.display.progress import Progress
 from workbench.errors import StageError, StageTimeout, UpstreamError
+from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.replies import Reply, UpdatePart
@@ -122,7 +123,7 @@ class Run:
         if self.future.cancelled():
             return self._abandoned or "it was cancelled"
         error = self.future.exception() if self.future.done() else None
-        return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        return "" if error is None else f"{type(error).__name__}: {said(error)}".splitlines()[0]
 
     @property
     def waits_for(self) -> Run | None:
@@ -365,7 +366,7 @@ class Run:
             elif self.calls and not cleaned:
                 self._outcomes.clean_up(self)
         except Exception as second:
-            error.add_note(f"and while cleaning up: {second!r}")
+            error.add_note(f"and while cleaning up: {shown(second, 400)}")
         if self.calls and not self.done:
             self._note_failure(error)
         self._forget()
@@ -387,4 +388,4 @@ class Run:
         try:
             self._outcomes.over(self)
         except Exception as error:  # what cannot be written down ends no run
-            warnings.warn(f"after {self.name}: {error!r}", stacklevel=2)
+            warnings.warn(f"after {self.name}: {shown(error, 400)}", stacklevel=2)

@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.errors import StageInterrupted, UpstreamError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -23,9 +25,10 @@ class RunRecord:
     """One stage call.
 
     stage: as an algorithm calls it; operation: of its role. cell: the number of the notebook's cell that called it;
-    0 for none. state: as `Run.state`, and "from the store". done_units of total_units: micro-batches, or rows, on one
-    rank; 0 where they are not counted. batch: what it makes, for `lab.batch(...)`; "" for metrics. error: what ended
-    it.
+    0 for none. state: waiting, running, done, failed, "from the store", "stopped" (by the user), or "not run" (what it
+    needs failed or was stopped, or it had not begun when it was stopped). done_units of total_units: micro-batches, or
+    rows, on one rank; 0 where they are not counted. batch: what it makes, for `lab.batch(...)`; "" for metrics. error:
+    what ended it.
     aside: of a comparison or a check, after which all is as before.
     """
 
@@ -53,6 +56,17 @@ class _Entry:
     run: weakref.ref[Run] = field(repr=False)
 
 
+def _state(run: Run) -> str:
+    if run.state == "cancelled":
+        return "stopped" if run.calls else "not run"
+    error = run.future.exception() if run.state == "failed" else None
+    if isinstance(error, StageInterrupted):
+        return "stopped"
+    if isinstance(error, UpstreamError):
+        return "not run"
+    return "from the store" if run.from_store and run.done else run.state
+
+
 class RunLog:
     """The last stage calls of a workbench."""
 
@@ -78,7 +92,7 @@ class RunLog:
         if run is None:
             return record
         if record.ended_s == 0.0:
-            record.state = "from the store" if run.from_store and run.done else run.state
+            record.state = _state(run)
             record.done_units, record.total_units = run.ranks.counted
             record.started_s = run.started_s
             if run.done:

@@ -20,6 +20,7 @@ from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
 from workbench.errors import BadInput, StageInterrupted
+from workbench.errors.plain_text import shown
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
 from workbench.stages.batch_store import BatchStore
@@ -28,6 +29,8 @@ from workbench.stages.counters import Counters
 from workbench.stages.failing import Failures
 from workbench.stages.group import WorkerGroup
 from workbench.stages.groups import Groups
+from workbench.stages.interruptions import AGAIN
+from workbench.stages.live_settings import LiveSettings
 from workbench.stages.outcomes import Outcomes
 from workbench.stages.overlap import Overlap
 from workbench.stages.ownership import Ownership
@@ -36,8 +39,8 @@ from workbench.stages.run_log import RunLog
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.snapshots import Snapshots
 from workbench.stages.stage_names import StageNames
-from workbench.stages.steps import StageParts, StageSteps
-from workbench.support.notebook_cell import running_cell
+from workbench.stages.steps import ScoreListeners, StageParts, StageSteps
+from workbench.support.notebook_cell import running_cell, running_position
 from workbench.telemetry.store import TelemetryStore
 
 
@@ -55,13 +58,17 @@ class StageRunner(StageNames):
         self.scheduler, self.run_log = Scheduler(hosts), RunLog()
         self.snapshots = Snapshots(self.scheduler, hosts, ownership, groups, counters, telemetry)
         self.overlap = Overlap(self.scheduler)
+        self.scores: ScoreListeners = []
         self._parts = StageParts(
             hosts=hosts, ownership=ownership, groups=groups, counters=counters, batches=batches, outcomes=self.outcomes,
-            failures=self.failures, telemetry=telemetry,
+            failures=self.failures, telemetry=telemetry, scores=self.scores,
         )  # fmt: skip
+        self.live = LiveSettings(hosts, ownership, groups, counters, self.outcomes, telemetry)
+        groups.assign = self.live.retrain
         self._reusing = False
         self._taker: tuple[str, Callable[[Batch], None]] | None = None
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
+        self._drives = 0  # times that `driving` was entered
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -148,7 +155,9 @@ class StageRunner(StageNames):
             code=call.code,
             result_ranks=call.result_ranks,
             by_loop=self.batches.by_loop,
-            makes=(lambda run: batch.after(run, call.writes, samples)) if batch is not None and joins else None,
+            makes=(lambda run: batch.after(run, call.writes, samples, call.stale))
+            if batch is not None and joins
+            else None,
         )
         self._log(call, run, steps.reported_as)
         return run
@@ -164,15 +173,19 @@ class StageRunner(StageNames):
         iteration = now if call.batch is None else int(call.batch.part(())[1].get("iteration", now))
         self.run_log.add(run, stage, iteration, cell, aside=bool(self.snapshots.open))
         if cell is not None:
-            self.telemetry.append_event("run", run=run.number, stage=stage, cell=cell.number, cell_id=cell.id)
+            called = {"cell": cell.number, "cell_id": cell.id, "at": running_position()}
+            self.telemetry.append_event("run", run=run.number, stage=stage, **called)
+        elif self._driver is not None:
+            drive = {"cell": 0, "cell_id": "", "drive": self._drives}
+            self.telemetry.append_event("run", run=run.number, stage=stage, **drive)
 
     def report(self, stage: str, metrics: Mapping[str, SupportsFloat]) -> None:
         """See `Workbench.report`."""
         if not isinstance(metrics, Mapping):
-            raise BadInput(f"metrics={metrics!r:.60}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
+            raise BadInput(f"metrics={shown(metrics)}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
         for name, value in metrics.items():
             if not isinstance(value, numbers.Real):
-                raise BadInput(f"metric {name!r} is {value!r:.60}", "a metric is a number", "float(value)")
+                raise BadInput(f"metric {name!r} is {shown(value)}", "a metric is a number", "float(value)")
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
         self.counters.last_metrics[stage] = values
@@ -184,10 +197,16 @@ class StageRunner(StageNames):
         """Inside, only this thread calls stages: see `Workbench.driving`."""
         self.check_driver()
         before, self._driver = self._driver, (threading.current_thread(), what, stopping)
+        self._drives += 1
         try:
             yield
         finally:
             self._driver = before
+
+    @property
+    def driver(self) -> str:
+        """What drives now, as `driving` was told; "" for cells."""
+        return "" if self._driver is None else self._driver[1]
 
     def check_driver(self) -> None:
         """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it; beside that see
@@ -196,12 +215,12 @@ class StageRunner(StageNames):
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
-            raise StageInterrupted(f"{driver[1]} was stopped", "things are as after the stage before")
+            raise StageInterrupted(f"{driver[1]} was stopped", "things are as after the stage before", AGAIN)
         if driver is not None and driver[0] is not threading.current_thread():
             raise BadInput(
                 f"a stage of {self.hosts.description.name!r} called now",
                 f"{driver[1]} is under way, and the steps of two would mix",
-                "wait until it is over, or press Stop in the panel",
+                "wait until it is over, or end it: Stop in the panel, close() of an endpoint",
             )
 
     def require_alone(self, what: str, rule: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,10 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column
+from workbench.batches.scored_rows import ScoredRows
 from workbench.batches.store import Origin, Weights
+from workbench.display.progress import note
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.metrics import Metrics, merge_metrics, reported
@@ -28,6 +31,9 @@ from workbench.stages.rank_errors import too_many_failed
 from workbench.stages.run import Run
 from workbench.telemetry.store import TelemetryStore
 
+# are told the meta of the rows that a stage gave rewards, and the rewards
+ScoreListeners = list[Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
@@ -41,6 +47,7 @@ class StageParts:
     outcomes: Outcomes
     failures: Failures
     telemetry: TelemetryStore
+    scores: ScoreListeners
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,12 @@ class StageSteps:
         self.parts.groups.check_alive(call.group)
         self.parts.batches.release_unused()
         name = call.operation.name
+        aside, inside, _ = self.reported_as.partition("/")
+        stage = f"{aside}/{name}" if inside and aside == "evaluate" else name  # so that spans tell what it costs
         common = {
-            "run": run.number, "key": f"{self.parts.ownership.controller}-{run.number}", "stage": name, "method": name,
+            "run": run.number, "key": f"{self.parts.ownership.controller}-{run.number}", "stage": stage, "method": name,
             "updates": call.updates, "role": call.group.worker_role, "kwargs": call.kwargs,
-            "submitted_s": run.submitted_s,
+            "submitted_s": run.submitted_s, "training": call.training,
         }  # fmt: skip
         if call.batch is None:
             self.parts.ownership.record()  # the number of the run
@@ -84,6 +93,8 @@ class StageSteps:
         seeded = {**meta, "seed": seed}
         if call.group.role == ROLLOUT:  # which trained weights there are is known here, not where samples are drawn
             seeded["trained_version"] = self.parts.counters.weights["actor"].steps
+        if call.operation.generates:
+            seeded["environments"] = self.parts.hosts.placement.environments
         calls = calls_on_batch(
             call.group, call.operation, common, call.args, batch, call.samples, travels, seeded,
             self.parts.hosts.shard_successors,
@@ -92,7 +103,7 @@ class StageSteps:
         unfinished = self.parts.outcomes.unfinished(run, ended=False)
         if unfinished is None:
             return calls
-        print(f"{run.name}: goes on at optimizer step {unfinished.parts[0].steps + 1} of {unfinished.parts[0].of}")
+        note(f"{run.name}: goes on at optimizer step {unfinished.parts[0].steps + 1} of {unfinished.parts[0].of}")
         return unfinished.resumed(calls, str(call.group.layout), call.result_ranks)
 
     def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
@@ -113,6 +124,7 @@ class StageSteps:
         if run.given_up:
             self.parts.outcomes.not_received(run)
         self._report(run)
+        self._tell_scores(run)
         if self.then is not None:
             self.then()
         if self.take is not None and isinstance(result, Batch) and not run.given_up:
@@ -123,8 +135,15 @@ class StageSteps:
         if run.metrics:
             now = self.parts.counters.iteration
             iteration = int(run.calls[0].meta.get("iteration", now)) if run.calls else now
-            self.parts.telemetry.append_metrics(self.reported_as, run.number, iteration, run.metrics)
+            rows = 0 if self.call.batch is None else self.call.batch.rows * self.call.samples
+            self.parts.telemetry.append_metrics(self.reported_as, run.number, iteration, run.metrics, rows=rows)
             self.metrics[self.reported_as] = run.metrics
+
+    def _tell_scores(self, run: Run) -> None:
+        scored = [found for rank in run.result_ranks if (found := run.replies[rank].scored) is not None]
+        if scored and not run.given_up:
+            for listener in self.parts.scores:
+                listener(run.calls[0].meta, scored)
 
     def failed(self, run: Run, error: Exception) -> None:
         """Keep what it failed with."""
@@ -132,8 +151,8 @@ class StageSteps:
 
     def _result(self, run: Run) -> Any:
         self.parts.outcomes.record(run)
-        for note in dict.fromkeys(note for reply in run.replies for note in reply.notes):
-            print(f"{run.name}: {note}")
+        for said in dict.fromkeys(said for reply in run.replies for said in reply.notes):
+            note(f"{run.name}: {said}")
         collected = [run.replies[rank] for rank in run.result_ranks]
         metrics: Metrics = {}
         for reply in collected:
@@ -184,7 +203,7 @@ class StageSteps:
             for name, summary in summaries.items()
         }  # fmt: skip
         if kept:
-            made = batch.with_made(run, self.call.samples)
+            made = batch.with_made(run, self.call.samples, self.call.stale)
         else:
             made = batch.with_columns(run.made, run.meta) if run.batch is None else run.batch
         self.parts.batches.store.add(made, self._origin(run, calls[0]), run.made.values(), by_loop=run.by_loop)
@@ -196,7 +215,7 @@ class StageSteps:
             stage=run.name,
             run=run.number,
             inputs=(call.batch,),
-            arguments={name: f"{value!r:.80}" for name, value in call.kwargs.items()},
+            arguments={name: f"{shown(value, 80)}" for name, value in call.kwargs.items()},
             weights_version=weights.steps if weights else None,
             weights_state=weights.state if weights else "",
             seed=tuple(call.meta["seed"]),
@@ -214,7 +233,7 @@ class StageSteps:
         assert self.call.batch is not None
         run.read, _ = self.call.batch.part(self.call.travelling)
         if ended := self.parts.outcomes.unfinished(run, ended=True):
-            print(f"{run.name}: was done when it was interrupted; these are its metrics")
+            note(f"{run.name}: was done when it was interrupted; these are its metrics")
             run.metrics = run.given = ended.result
             self._answer(run, ended.result)
 
@@ -238,7 +257,7 @@ class StageSteps:
             if set(run.writes) <= set(made) and all(read):
                 assert run.batch is not None
                 run.made, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
-                print(f"{run.name}: from the store, as run {origin.run} made it")
+                note(f"{run.name}: from the store, as run {origin.run} made it")
                 self._answer(run, run.batch)
                 store.add(run.batch, origin, (), by_loop=run.by_loop)
                 return

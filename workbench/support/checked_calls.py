@@ -102,5 +102,7 @@ def _wrong_call(called: str, parameters: Any, args: Any, kwargs: Any, error: Typ
     rule = f"it takes {', '.join(p.name for p in takes) or 'no arguments'}"
     if len(by_place) < given:
         more = f", {len(by_place)} by position" if len(by_place) < len(takes) else ""
-        return BadInput(f"{called}(...) with {given} arguments", rule + more, f"see help({called})")
+        decorates = not by_place and given == 1 and inspect.isfunction(args[-1])
+        remedy = f"above a function write @{called}(...), with brackets" if decorates else f"see help({called})"
+        return BadInput(f"{called}(...) with {given} argument{'s' if given > 1 else ''}", rule + more, remedy)
     return BadInput(f"{called}(...): {error}", rule, f"see help({called})")

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from workbench.errors import BadInput, WriteFailed
+from workbench.errors.plain_text import shown
 
 PRIVATE = 0o600
 SHARED = 0o666  # less what the user's umask takes away: of files that the user has named
@@ -42,21 +43,21 @@ def path_of(value: object, what: str) -> Path:
     """A path that the user gave as `what`, with `~` expanded. Raises `BadInput` for one that no file can have."""
     rule, remedy = "a path is a text or a pathlib.Path", f"give {what} such a path"
     if not isinstance(value, str | os.PathLike):
-        raise BadInput(f"{what}={value!r:.80}", rule, remedy)
+        raise BadInput(f"{what}={shown(value, 80)}", rule, remedy)
     text = os.fspath(value)
     if not isinstance(text, str) or not text:
-        raise BadInput(f"{what}={text!r:.80}", f"{rule}, and not empty", remedy)
+        raise BadInput(f"{what}={shown(text, 80)}", f"{rule}, and not empty", remedy)
     try:
         path = Path(text).expanduser()
         size, name = len(os.fsencode(path)), max((len(os.fsencode(part)) for part in path.parts), default=0)
     except (UnicodeEncodeError, RuntimeError) as error:  # a surrogate; no such user
-        raise BadInput(f"{what}={text!r:.80}", str(error), remedy) from None
+        raise BadInput(f"{what}={shown(text, 80)}", str(error), remedy) from None
     if "\0" in text:
-        raise BadInput(f"{what}={text!r:.80}", "no path has a null character", remedy)
+        raise BadInput(f"{what}={shown(text, 80)}", "no path has a null character", remedy)
     if size > PATH_BYTES or name > NAME_BYTES:
         too_long = f"with a name of {name} bytes" if name > NAME_BYTES else f"of {size} bytes"
         rule = f"a name has at most {NAME_BYTES} bytes, and a path {PATH_BYTES}"
-        raise BadInput(f"{what}={text!r:.80}, {too_long}", rule, "choose a shorter one")
+        raise BadInput(f"{what}={shown(text, 80)}, {too_long}", rule, "choose a shorter one")
     return path
 
 

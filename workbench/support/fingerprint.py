@@ -21,7 +21,8 @@ def fingerprint(value: Any) -> str:
 
 
 class _Walk:
-    """Through a value and all that it holds, each thing once."""
+    """Through a value and all that it holds, each thing once. It reads copies of collections: a function may have
+    captured what another thread changes, such as a workbench in which a stage runs."""
 
     def __init__(self) -> None:
         # by id; the values are kept, so that no id is given out again during the walk
@@ -48,11 +49,11 @@ class _Walk:
         if isinstance(value, Enum):
             return _hash(kind, value.name)
         if isinstance(value, Mapping):
-            return _hash(kind, *sorted(self.of(key) + self.of(item) for key, item in value.items()))
+            return _hash(kind, *sorted(self.of(key) + self.of(item) for key, item in list(value.items())))
         if isinstance(value, set | frozenset):  # their order differs between processes
-            return _hash(kind, *sorted(map(self.of, value)))
+            return _hash(kind, *sorted(map(self.of, list(value))))
         if isinstance(value, list | tuple):
-            return _hash(kind, *map(self.of, value))
+            return _hash(kind, *map(self.of, list(value)))
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.CodeType):
@@ -83,7 +84,7 @@ class _Walk:
         # values with two underscores are Python's own notes on a class, some of them made when it is first used
         own = {
             name: member
-            for name, member in vars(value).items()
+            for name, member in list(vars(value).items())
             if (callable(member) or not name.startswith("__")) and not isinstance(member, types.MemberDescriptorType)
         }
         return _hash("class", value.__qualname__, self.of(value.__bases__), self.of(own))

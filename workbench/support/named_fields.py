@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.support.rules import shown
+from workbench.errors.plain_text import shown
 
 # The name of a field in other libraries -> ours; of several, the first that the class has.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -56,8 +56,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 # Fields that users give to the wrong one of these.
 FIELDS_OF: dict[str, tuple[str, ...]] = {
-    "Sampling": ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "repetition_penalty",
-                 "stop", "stop_token_ids", "ignore_eos", "environment", "max_turns"),
+    "Sampling": ("temperature", "top_p", "top_k", "min_p", "keep_mask", "max_new_tokens", "min_new_tokens",
+                 "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "environment", "agent", "max_turns",
+                 "max_calls", "max_seconds"),
     "Training": ("learning_rate", "weight_decay", "schedule", "warmup_steps", "zero_stage", "max_grad_norm",
                  "minibatches", "micro_batch_tokens", "activation_checkpointing"),
     "Generation": ("max_model_tokens", "kv_cache_gib", "gpu_memory_fraction", "max_rows", "tensor_parallel_size"),
@@ -65,8 +66,8 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for an unknown name: its synonym in `known`, the settings that have it, or the name with the nearest
-    spelling; else "".
+    """A remedy for an unknown name: its synonym in `known`, the settings that have it, the name with the nearest
+    spelling, or one that begins so; else "".
 
     written: how a name is shown in the message.
     """
@@ -78,7 +79,8 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
         for settings, fields in FIELDS_OF.items():
             if other in fields:
                 return f"it is a field of wb.{settings}: write wb.{settings}({other}=...)"
-    near = difflib.get_close_matches(name, names, n=1)
+    begun = [other for other in names if len(name) > 2 and other.startswith(name)]
+    near = difflib.get_close_matches(name, names, n=1) or begun
     return f"write {written(near[0])} (the nearest)" if near else ""
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from workbench.errors import BadInput
@@ -37,6 +41,66 @@ def running_cell() -> Cell | None:
     # `execution_count` is this cell's in some versions of IPython, and the next one's in others
     number = len(shell.history_manager.input_hist_parsed) - 1
     return Cell(number, str(parent.get("metadata", {}).get("cellId", "")))
+
+
+def running_position() -> tuple[int, int] | None:
+    """Where in the running cell this call comes from: line, from 1, and column, of the text that Python was given. None
+    where `running_cell` is."""
+    if running_cell() is None:
+        return None
+    frames, frame = [], inspect.currentframe()
+    while frame is not None:
+        frames.append((frame, frame.f_lasti))
+        frame = frame.f_back
+    return _position(reversed(frames))
+
+
+def failed_position(error: BaseException | None) -> tuple[int, int] | None:
+    """Where in a cell, as in `running_position`, the statement stands that an error ended."""
+    frames, traceback = [], error.__traceback__ if error is not None else None
+    while isinstance(traceback, TracebackType):
+        frames.append((traceback.tb_frame, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    return _position(frames)
+
+
+_failed: dict[int, tuple[int, int] | None] = {}
+
+
+def note_failures() -> None:
+    """From now on note which of the notebook's cells fail, and where; outside a notebook: nothing. It begins with the
+    import of the package, as a workbench may be opened after cells that failed."""
+    if in_notebook():
+        _shell().events.register("post_run_cell", _note_failure)  # once, however often it is asked for
+
+
+def _note_failure(result: Any) -> None:
+    if result.execution_count and not result.success:
+        _failed[int(result.execution_count)] = failed_position(result.error_in_exec)
+
+
+def failed_cells() -> dict[int, tuple[int, int] | None]:
+    """Cells of this kernel that failed, by n of `In [n]`: where in the cell, as in `failed_position`; None where that
+    is not known, as of those before `note_failures`."""
+    before = getattr(getattr(_shell(), "history_manager", None), "exceptions", {})  # since IPython 9
+    return dict.fromkeys(before) | _failed
+
+
+def _position(frames: Iterable[tuple[FrameType, int]]) -> tuple[int, int] | None:
+    """Of frames and their instructions, outermost first: the place in the cell's own, or in what `%%time` runs."""
+    variables = getattr(_shell(), "user_ns", None)
+    of_cell = [(frame, at) for frame, at in frames if frame.f_globals is variables][:2]
+    timed = [(frame, at) for frame, at in of_cell[1:] if frame.f_code.co_filename.startswith("<timed ")]
+    for frame, at in timed or of_cell:
+        line, _, column, _ = next(islice(frame.f_code.co_positions(), at // 2, None))
+        return (line, column or 0) if line is not None else None
+    return None
+
+
+def variable_of(value: Any) -> str:
+    """The first of the notebook's variables that hold this very thing; "" for none."""
+    variables = list(getattr(_shell(), "user_ns", {}).items())
+    return next((name for name, held in variables if held is value and not name.startswith("_")), "")
 
 
 def in_notebook() -> bool:

@@ -10,7 +10,7 @@ from workbench.support.fingerprint import fingerprint
 
 def code_behind(value: Any) -> str:
     """A short text for what a function or class of the notebook does, and for what of the notebook it uses by name:
-    functions, classes, numbers and texts."""
+    functions, classes, numbers, texts and settings such as `wb.Training(...)`."""
     used: dict[str, str] = {}
     todo, seen = [value], set[int]()
     while todo:
@@ -24,7 +24,7 @@ def code_behind(value: Any) -> str:
                 if isinstance(other, FunctionType | type) and is_of_notebook(other):
                     used[name] = fingerprint(other)
                     todo.append(other)
-                elif isinstance(other, bool | int | float | str | bytes):
+                elif isinstance(other, bool | int | float | str | bytes) or _is_frozen(other):
                     used[name] = fingerprint(other)
     return fingerprint((value, used))
 
@@ -35,6 +35,12 @@ def _functions(part: Any) -> list[FunctionType]:
         return [part] if isinstance(part, FunctionType) else []
     members = (getattr(member, "__func__", getattr(member, "fget", member)) for member in vars(part).values())
     return [member for member in members if isinstance(member, FunctionType)]
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is an object of a dataclass that cannot be changed, as settings are."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +17,7 @@ NO_DEFAULT = inspect.Parameter.empty
 
 def _limit(value: Any) -> str:
     """A limit of a constraint, as short as it is exact: 1 for 1.0."""
-    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
 def _kind(name: str) -> str:
@@ -81,6 +83,9 @@ EXAMPLES: Mapping[str, Callable[[Any], str]] = {
     "tuple_type": lambda _: "(...)",
 }
 
+# estimators that users give as a loss: all of them train with this one
+LOSS_OF: Mapping[str, str] = dict.fromkeys(("gae", "grpo", "dr_grpo", "dapo", "rloo"), "'ppo'")
+
 # where an object of a class of ours comes from
 SOURCES: Mapping[str, str] = {
     "Algorithm": "make one, such as wb.PPO(lab)",
@@ -107,19 +112,24 @@ def example_of(name: str, value: object, detail: ErrorDetails, default: object =
         return SOURCES[said["class"]]
     if kind == "literal_error":
         choices = said["expected"].replace(" or ", ", ").split(", ")
+        if isinstance(value, str) and field == "loss" and (loss := LOSS_OF.get(value.lower())) in choices:
+            return f"write loss={loss}, the loss that {value.upper()} uses"
         near = difflib.get_close_matches(repr(value), choices, n=1) if isinstance(value, str) else []
         return f"write {called}{(near or choices)[0]}"
-    if isinstance(default, (bool, int, float, str)) and default != "":
+    if kind in ("float_type", "int_type") and isinstance(value, str) and (number := _number_in(value)) is not None:
+        return f"write {called}{number!r}, without quotes"
+    of_number = kind.startswith(("float", "int", "finite"))  # any other number would be a guess
+    if (isinstance(default, (bool, int, float, str)) and default != "") or (default is None and of_number):
         return f"write {called}{default!r}, its default"
     if kind == "is_instance_of":
         return f"give {_kind(said['class'])}"
     return f"write {called}{EXAMPLES[kind](said)}" if kind in EXAMPLES else ""
 
 
-def shown(value: Any) -> str:
-    """The beginning of a value's `repr`, or its class where there is none, or one of several lines."""
-    try:
-        text = repr(value)
-    except Exception:  # that of any class
-        text = "\n"
-    return text[:60] if "\n" not in text else f"<{type(value).__name__}>"
+def _number_in(text: str) -> int | float | None:
+    """The finite number that a text writes, if it does."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            return number if math.isfinite(number) else None
+    return None

@@ -8,10 +8,12 @@ import re
 import tokenize
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
+
+from workbench.support.random_text import looks_random
 
 MASK = "***"
 # How a name ends that holds a secret; in camel case too. Tokens of a vocabulary, pad_token and the like, hold none.
@@ -22,15 +24,17 @@ _SPECIAL = (
 SECRET_NAME = (
     r"(?:(?i:api|access|secret|private|auth|account)[_-]?(?i:keys?)|(?i:secrets?|passw(?:or)?ds?|passphrase)"
     rf"|(?i:credentials?|authorization)|{_SPECIAL}(?:(?<![A-Za-z])(?i:token)|(?<=[a-z])Token)"
-    r"|(?i:auth|access|api)(?i:token))(?:_?\d{1,3})?(?!\w)"
+    r"|(?i:auth|access|api)(?i:token)|(?<=[_-])(?i:pass)|(?<![A-Za-z])(?i:pw))(?:_?\d{1,3})?(?!\w)"
 )
+# How a name ends that may hold one: `key` is also a column's name, `tokens` are also those of a vocabulary.
+PERHAPS_NAME = r"(?:(?<![A-Za-z])(?i:keys?|tokens)|(?<=[a-z])(?:Keys?|Tokens))(?:_?\d{1,3})?(?!\w)"
 # A string in its quotes, which may be escaped ones inside another string; empty ones hold nothing.
 STRING = (
     r"(?:[rbfuRBFU]{0,2}(?:\"\"\"(?s:.*?)\"\"\"|'''(?s:.*?)'''"
     r"|\\\"(?:(?!\\\")(?:\\.|[^\\\n]))*\\\"|\\'(?:(?!\\')(?:\\.|[^\\\n]))*\\'"
     r"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'))"
 )
-_NAME_ENDS = re.compile(SECRET_NAME + r"\Z")
+_NAME_ENDS, _PERHAPS_ENDS = re.compile(SECRET_NAME + r"\Z"), re.compile(PERHAPS_NAME + r"\Z")
 # Lines of IPython: !command, %magic, name = !command, with their continuation lines; and name?
 _OF_IPYTHON = re.compile(
     r"(?m)^([ \t]*)((?:[\w.,\[\] \t]{1,200}=[ \t]*)?[!%](?:[^\\\n]|\\[\s\S])*|\??[\w.]{1,200}\?{1,2}[ \t]*$)"
@@ -60,6 +64,16 @@ def is_secret_name(name: str) -> bool:
     return _NAME_ENDS.search(name[-80:]) is not None
 
 
+def may_name_secret(name: str) -> bool:
+    """Whether it may: its value is a secret where `looks_random` says so."""
+    return _PERHAPS_ENDS.search(name[-80:]) is not None
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether this value of that name is one."""
+    return is_secret_name(name) or (may_name_secret(name) and looks_random(value))
+
+
 def with_masked_body(source: str) -> str:
     """A string literal with its own prefix and quotes, and `***` in them; an empty one stays."""
     found = re.fullmatch(r"(?s)([rbfuRBFU]*)(\"\"\"|'''|\\?[\"'])(.*)\2", source)
@@ -78,7 +92,9 @@ def parts_of(text: str) -> list[Part] | None:
         tree = _parsed(code)
     if tree is None:
         return None
-    secret = sorted({_span(leaf) for value in _secret_values(tree) for leaf in _leaves(value)})
+    found = [leaf for value in _values(tree, is_secret_name) for leaf in _leaves(value)]
+    found += [leaf for value in _values(tree, may_name_secret) for leaf in _leaves(value) if _is_random(leaf)]
+    secret = sorted({_span(leaf) for leaf in found})
     starts = [0, *accumulate(len(line) + 1 for line in plain.split("\n"))]
     try:
         tokens = list(_literals(code, secret))
@@ -127,57 +143,60 @@ def _literals(
         yield start, token.end, "secret" if is_secret else "string"
 
 
-def _secret_values(tree: ast.Module) -> Iterator[ast.expr]:
-    """What is given to a name that holds a secret."""
+Names = Callable[[str], bool]
+
+
+def _values(tree: ast.Module, names: Names) -> Iterator[ast.expr]:
+    """What is given to such a name."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
-                    yield from _assigned(target, value)
+                    yield from _assigned(target, value, names)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                yield from _assigned(target, value)
+                yield from _assigned(target, value, names)
             case ast.AugAssign(target=target, value=value) | ast.NamedExpr(target=target, value=value):
-                yield from _assigned(target, value)
-            case ast.keyword(arg=str(name), value=value) if is_secret_name(name):
+                yield from _assigned(target, value, names)
+            case ast.keyword(arg=str(name), value=value) if names(name):
                 yield value
             case ast.Dict(keys=keys, values=values):
-                yield from (value for key, value in zip(keys, values, strict=True) if _says_secret(key))
+                yield from (value for key, value in zip(keys, values, strict=True) if _says(key, names))
             case ast.arguments():
-                yield from _defaults(node)
+                yield from _defaults(node, names)
             case ast.Call():
-                yield from _called(node)
+                yield from _called(node, names)
             case ast.List(elts=words) | ast.Tuple(elts=words):  # a command line: "--token", "value"
-                yield from (word for before, word in pairwise(words) if _is_secret_option(before))
+                yield from (word for before, word in pairwise(words) if _is_option(before, names))
 
 
-def _assigned(target: ast.expr, value: ast.expr) -> Iterator[ast.expr]:
+def _assigned(target: ast.expr, value: ast.expr, names: Names) -> Iterator[ast.expr]:
     if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
         for one, given in zip(target.elts, value.elts, strict=False):
-            yield from _assigned(one, given)
+            yield from _assigned(one, given, names)
     elif isinstance(target, ast.Name):
-        yield from [value] if is_secret_name(target.id) else []
+        yield from [value] if names(target.id) else []
     elif isinstance(target, ast.Attribute):
-        yield from [value] if is_secret_name(target.attr) else []
-    elif isinstance(target, ast.Subscript) and _says_secret(target.slice):
+        yield from [value] if names(target.attr) else []
+    elif isinstance(target, ast.Subscript) and _says(target.slice, names):
         yield value
 
 
-def _defaults(given: ast.arguments) -> Iterator[ast.expr]:
-    names = [*given.posonlyargs, *given.args]
-    last = names[len(names) - len(given.defaults) :]
+def _defaults(given: ast.arguments, names: Names) -> Iterator[ast.expr]:
+    by_place = [*given.posonlyargs, *given.args]
+    last = by_place[len(by_place) - len(given.defaults) :]
     for name, value in [
         *zip(last, given.defaults, strict=True),
         *zip(given.kwonlyargs, given.kw_defaults, strict=True),
     ]:
-        if value is not None and is_secret_name(name.arg):
+        if value is not None and names(name.arg):
             yield value
 
 
-def _called(call: ast.Call) -> Iterator[ast.expr]:
+def _called(call: ast.Call, names: Names) -> Iterator[ast.expr]:
     """The default of getenv("X_TOKEN", ...) and add_argument("--token", default=...), and what a login gets."""
     name = _name_of(call)
     if name in _TAKES_NAME:
-        place = next((place for place, given in enumerate(call.args) if _says_secret(given)), len(call.args))
+        place = next((place for place, given in enumerate(call.args) if _says(given, names)), len(call.args))
         yield from call.args[place + 1 :]
         if place < len(call.args):
             yield from (keyword.value for keyword in call.keywords if keyword.arg in ("default", "value"))
@@ -186,7 +205,7 @@ def _called(call: ast.Call) -> Iterator[ast.expr]:
     elif name == "login":
         yield from call.args
         yield from (keyword.value for keyword in call.keywords if keyword.arg == "key")
-    elif any(_is_secret_option(given) for given in call.args):
+    elif any(_is_option(given, names) for given in call.args):
         yield from (keyword.value for keyword in call.keywords if keyword.arg in ("default", "const"))
 
 
@@ -194,12 +213,20 @@ def _name_of(call: ast.Call) -> str:
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
-def _says_secret(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and is_secret_name(node.value)
+def _says(node: ast.expr | None, names: Names) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and names(node.value)
 
 
-def _is_secret_option(node: ast.expr) -> bool:
-    return _says_secret(node) and isinstance(node, ast.Constant) and str(node.value).startswith("--")
+def _is_option(node: ast.expr, names: Names) -> bool:
+    return _says(node, names) and isinstance(node, ast.Constant) and str(node.value).startswith("--")
+
+
+def _is_random(leaf: ast.expr) -> bool:
+    """Whether a string literal, or the text between the braces of an f-string, looks like a secret."""
+    if isinstance(leaf, ast.JoinedStr):
+        return any(map(_is_random, leaf.values))
+    value = getattr(leaf, "value", None)
+    return looks_random(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
 
 
 def _leaves(value: ast.expr) -> Iterator[ast.expr]:

@@ -10,7 +10,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from workbench.support.secret_literals import MASK, SECRET_NAME, STRING, is_secret_name, parts_of, with_masked_body
+from workbench.support.random_text import RANDOM, looks_random
+from workbench.support.secret_literals import (
+    MASK,
+    PERHAPS_NAME,
+    SECRET_NAME,
+    STRING,
+    is_secret,
+    is_secret_name,
+    may_name_secret,
+    parts_of,
+    with_masked_body,
+)
 
 # Keys that services issue have a known prefix: they are masked in any place.
 FORMS = re.compile(
@@ -47,10 +58,14 @@ SET_ENV = re.compile(
 LOGIN = re.compile(r"(\blogin\s[^\n]{0,100}?(?:\s-p\s{1,8}|(?<=\s)(?=[\w-]{32})))[^\s\"'\\]+")
 # NAME: value and NAME = value, a line each, in the file or script that a cell magic takes
 ENTRY = re.compile(rf"(?m)^([^\n:=]{{0,64}}?{SECRET_NAME}[ \t]{{0,8}}[:=][ \t]{{0,8}})(?![\s\"'$])[^\n]+")
+# Of a name that may hold a secret: key = "value", "key": "value", --key value, KEY=value, key: value
+PERHAPS = re.compile(
+    rf"""({PERHAPS_NAME}(?:\\?["'])?(?:\s{{0,8}}\]?\s{{0,8}}[=:]\s{{0,8}}|[ \t]{{1,8}})(?:\\?["'])?)({RANDOM})"""
+)
 CELL_OF_PYTHON = re.compile(r"\s*%%(?:time|timeit|capture|prun)\b")
 LITERAL = re.compile(r"(?s)([rbfuRBFU]*)(\"{3}|'{3}|[\"'])(.*)\2")
 BRACES = re.compile(r"((?<!\{)\{[^{}]+\}(?!\}))")
-HINT = re.compile(r"(?i)token|key|secret|passw|passphrase|credential|authorization|login")
+HINT = re.compile(r"(?i)token|key|secret|passw|passphrase|credential|authorization|login|[_-]pass|\bpw")
 
 
 def masked(value: Any) -> Any:
@@ -58,13 +73,14 @@ def masked(value: Any) -> Any:
 
     Three rules find a secret. Its form: keys of the usual services, bearer headers, passwords in addresses. Its name:
     strings that are given to a name like token, key, secret or password, in Python, by `%env`, in shell lines and on
-    command lines. Its use: what `login(...)` gets. Names of special tokens (`pad_token`, `eos_token`) are no secrets.
+    command lines; of names like key, keys and tokens, which often hold none, only strings that `looks_random` takes for
+    one. Its use: what `login(...)` gets. Names of special tokens (`pad_token`, `eos_token`) are no secrets.
     Not found: a secret of an unknown form under a name that does not say so.
     """
     if isinstance(value, str):
         return without_forms(_without_named(value))
     if isinstance(value, dict):
-        return {name: _hidden(one) if _names_secret(name) else masked(one) for name, one in value.items()}
+        return {name: _given_to(name, one) for name, one in value.items()}
     if isinstance(value, list | tuple):  # perhaps a command line: --api-key VALUE
         befores = [None, *value][:-1]
         return [_word(before, one) for before, one in zip(befores, value, strict=True)]
@@ -87,22 +103,26 @@ def secrets_in(text: str) -> Iterator[tuple[int, str]]:
 def _word(before: object, word: Any) -> Any:
     if not isinstance(word, str):
         return masked(word)
-    if isinstance(before, str) and re.fullmatch(OPTION, before) and not word.startswith("--"):
+    option = before if isinstance(before, str) and before.startswith("--") and not word.startswith("--") else ""
+    if re.fullmatch(OPTION, option) or (may_name_secret(option) and looks_random(word)):
         return MASK
     return without_forms(_in_text(word))
 
 
-def _hidden(value: Any) -> Any:
-    """The value of a name that names a secret: all its texts are masked."""
+def _given_to(name: object, value: Any) -> Any:
+    """The value of a name without the secrets in it."""
+    if isinstance(name, str) and (is_secret_name(name) or may_name_secret(name)):
+        value = _hidden(name, value)
+    return value if isinstance(name, str) and is_secret_name(name) else masked(value)
+
+
+def _hidden(name: str, value: Any) -> Any:
+    """A value in which those texts are masked that are secrets under this name."""
     if isinstance(value, str):
-        return MASK if value else value
+        return MASK if value and is_secret(name, value) else value
     if isinstance(value, dict):
-        return {name: _hidden(one) for name, one in value.items()}
-    return [_hidden(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _names_secret(name: object) -> bool:
-    return isinstance(name, str) and is_secret_name(name)
+        return {key: _hidden(name, one) for key, one in value.items()}
+    return [_hidden(name, one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def without_forms(text: str) -> str:
@@ -138,6 +158,7 @@ def _in_text(text: str) -> str:
     """By patterns alone."""
     for pattern in (SET_ENV, LOGIN, GIVEN):
         text = pattern.sub(rf"\1{MASK}", text)
+    text = PERHAPS.sub(lambda found: found[1] + MASK if looks_random(found[2]) else found[0], text)
     for pattern in (ASSIGNED, QUOTED_OPTION):
         text = pattern.sub(
             lambda found: found[1] + re.sub(STRING, lambda one: with_masked_body(one[0]), found[2]), text

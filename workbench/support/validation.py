@@ -15,6 +15,7 @@ is not checked; all others are.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -45,10 +46,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError, SchemaError, core_schema
 
 from workbench.errors import BadInput, WorkbenchError
+from workbench.errors.plain_text import shown
 from workbench.support.named_fields import check_names
-from workbench.support.rules import NO_DEFAULT, example_of, said_of, shown
+from workbench.support.rules import NO_DEFAULT, example_of, said_of
 
 T = TypeVar("T")
+OWNER = "_assign"  # in the `__dict__` of settings that belong to an object
 CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
@@ -136,11 +139,84 @@ def settings(*, kw_only: bool = True, called: str | None = None) -> Callable[[ty
             super(made, cls).__init_subclass__(**kwargs)
             check_before_post_init(cls, called)
 
+        frozen = made.__setattr__
+
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            if OWNER not in self.__dict__ or name.startswith("_"):
+                frozen(self, name, value)
+            else:
+                self.__dict__[name] = self.__dict__[OWNER](name, value)
+
+        def __getstate__(self: Any) -> dict[str, Any]:
+            return {name: value for name, value in self.__dict__.items() if name != OWNER}
+
+        made.__setattr__, made.__getstate__ = __setattr__, __getstate__
         made.__init__, made.__signature__, made.__new__ = __init__, signature, __new__
         made.__init_subclass__ = classmethod(__init_subclass__)
         return made
 
     return decorate
+
+
+def owned(value: T, assign: Callable[[str, Any], Any]) -> T:
+    """A copy of settings that calls `assign(field, value)` for an assignment to one of its fields, and keeps what that
+    returns. Copies of it, and what is pickled, are frozen as all settings are."""
+    mine = copy.copy(value)
+    mine.__dict__[OWNER] = assign
+    return mine
+
+
+class LiveMapping(dict[str, Any]):
+    """A mapping in which each change is an assignment of the whole: `assign(changed)` checks it, and returns what holds
+    then. Copies of it, and what is pickled, are plain dicts."""
+
+    def __init__(self, values: Mapping[str, Any], assign: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+        super().__init__(values)
+        self._assign = assign
+
+    def _become(self, values: dict[str, Any]) -> None:
+        taken = dict(self._assign(values))
+        super().clear()
+        super().update(taken)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._become({**self, name: value})
+
+    def __delitem__(self, name: str) -> None:
+        self.pop(name)
+
+    def __ior__(self, other: Any) -> LiveMapping:  # type: ignore[misc, override]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._become(dict(self) | dict(*args, **kwargs))
+
+    def pop(self, name: str, *default: Any) -> Any:
+        rest = dict(self)
+        value = rest.pop(name, *default)
+        self._become(rest)
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        rest = dict(self)
+        item = rest.popitem()
+        self._become(rest)
+        return item
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def clear(self) -> None:
+        self._become({})
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def checked(name: str, value: Any, hint: Any, default: Any = NO_DEFAULT) -> Any:
@@ -241,15 +317,21 @@ def check_fields(instance: Any, prefix: str) -> None:
                 object.__setattr__(instance, field.name, kept)
 
 
-def check_before_post_init(cls: type[Any], called: str | None = None) -> None:
-    """Let a class that will be a dataclass check its fields before its `__post_init__`. called: as in `settings`."""
+def check_before_post_init(
+    cls: type[Any], called: str | None = None, then: Callable[[Any], None] = lambda made: None
+) -> None:
+    """Let a class that will be a dataclass check its fields before its `__post_init__`. called: as in `settings`. then:
+    called with an instance that has been made."""
     after = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any, *args: Any) -> None:
-        if getattr(type(self), "__post_init__", None) is __post_init__ and dataclasses.is_dataclass(self):
+        outermost = getattr(type(self), "__post_init__", None) is __post_init__ and dataclasses.is_dataclass(self)
+        if outermost:
             check_fields(self, f"{type(self).__name__}." if called is None else called)
         if after is not None:
             after(self, *args)
+        if outermost:
+            then(self)
 
     cls.__post_init__ = functools.wraps(after)(__post_init__) if after else __post_init__
 
@@ -268,7 +350,7 @@ def _refused_fields(
     if not first["loc"]:  # raised by __post_init__
         return first["ctx"]["error"]
     if first["type"] == "unexpected_positional_argument":
-        return BadInput(f"{made.__name__}({args[0]!r:.60})", "takes its fields by name", f"write {names[0]}=")
+        return BadInput(f"{made.__name__}({shown(args[0])})", "takes its fields by name", f"write {names[0]}=")
     check_names(made.__name__, inspect.signature(made).parameters.values(), kwargs, len(args))
     name = names[field] if isinstance(field := first["loc"][0], int) else field
     value = {**dict(zip(names, args, strict=False)), **kwargs}[name]

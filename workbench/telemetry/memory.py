@@ -9,6 +9,12 @@ from typing import Any
 IN_HOST_MEMORY = "offloaded"
 
 
+def capacity_bytes(seen: Mapping[str, Any]) -> int:
+    """The memory of a host's device, from the answer of `Host.describe`: of the GPU, or of the machine, whose processes
+    share it."""
+    return int(seen["device_bytes"] or seen["machine_bytes"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryReading:
     """The memory of one host, as it answered.
@@ -45,7 +51,7 @@ class MemoryReading:
             time_s=time_s, iteration=iteration, host=seen["host"], device=seen["device"], machine=seen["machine"],
             process=seen["process"], held=held, batch_bytes=seen["batch_bytes"],
             published_bytes=seen["published_bytes"], resident_bytes=seen["resident_bytes"],
-            used_bytes=seen["device_used_bytes"] or 0, capacity_bytes=seen["device_bytes"] or seen["machine_bytes"],
+            used_bytes=seen["device_used_bytes"] or 0, capacity_bytes=capacity_bytes(seen),
         )  # fmt: skip
 
     @property

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import said
 from workbench.support.named_fields import meant
 
 PROJECT = "workbench"  # where none is named
@@ -165,7 +166,7 @@ class Sinks:
         except Exception as error:
             raise BadInput(
                 f"track={name!r}",
-                f"it did not start: {type(error).__name__}: {error}",
+                f"it did not start: {type(error).__name__}: {said(error)}",
                 "see its manual, or leave it out",
             ) from error
 
@@ -181,7 +182,7 @@ class Sinks:
                 except Exception as error:
                     del self._trackers[key]
                     warnings.warn(
-                        f"{key[0]} gets no more metrics: {type(error).__name__}: {error}. The run goes on, and "
+                        f"{key[0]} gets no more metrics: {type(error).__name__}: {said(error)}. The run goes on, and "
                         "lab.metrics() has them all.",
                         stacklevel=2,
                     )
@@ -195,7 +196,7 @@ class Sinks:
             try:
                 tracker.close(failed)
             except Exception as error:
-                warnings.warn(f"{name} may lack the last metrics: {type(error).__name__}: {error}", stacklevel=2)
+                warnings.warn(f"{name} may lack the last metrics: {type(error).__name__}: {said(error)}", stacklevel=2)
 
 
 def check_tracker(text: str) -> tuple[str, str | None]:

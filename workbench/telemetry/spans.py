@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 
 KIND_MEANINGS = {
     "queue": "called, and waiting for the device or for inputs that another stage still makes",
@@ -109,7 +110,7 @@ def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 def check_kind(name: str, value: str, kinds: Sequence[str]) -> None:
     """Raise `BadInput` unless `value` is one of `kinds`."""
     if value not in kinds:
-        raise BadInput(f"{name}={value!r}", f"must be one of {', '.join(kinds)}", "choose the nearest")
+        raise BadInput(f"{name}={shown(value)}", f"must be one of {', '.join(kinds)}", "choose the nearest")
 
 
 def _check_times(name: str, start_s: float, end_s: float) -> None:

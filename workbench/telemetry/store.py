@@ -1,8 +1,8 @@
 """Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
 
-One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, events.jsonl, memory.jsonl. Any
-process may read while another writes. A line is written at once and never changed, so a process killed in the middle of
-one costs that line only.
+One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, settings.jsonl, events.jsonl,
+memory.jsonl. Any process may read while another writes. A line is written at once and never changed, so a process
+killed in the middle of one costs that line only.
 
 What cannot be written, as on a full disk, ends no stage: it is kept in memory, up to a limit, and written when there is
 room; `unwritten` counts it, and a warning says so once.
@@ -103,15 +103,17 @@ class TelemetryStore:
         """Add the parts of syncs and generations, as `Recorder.drain` gives them."""
         self._append("syncs", [sync.row() for sync in syncs])
 
-    def append_metrics(self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
+    def append_metrics(
+        self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat], *, rows: int = 0
+    ) -> None:
         """Add what one stage call reported. Values (numbers, arrays of one element) become floats; NaN and infinities
-        are kept as such. Raises `BadInput` for a name that is a column of its own."""
+        are kept as such. rows: that it worked on. Raises `BadInput` for a name that is a column of its own."""
         taken = sorted(set(values) & METRIC_COLUMNS.keys())
         if taken:
             raise BadInput(f"metric {taken[0]!r}", f"{', '.join(METRIC_COLUMNS)} name the call", "choose another name")
         row = {"time_s": time.time(), "iteration": iteration, "stage": stage, "run": run, "aside": self.aside}
         numbers = {name: float(value) for name, value in values.items()}
-        self._append("metrics", [{**row, "values": numbers}])
+        self._append("metrics", [{**row, "rows": rows, "values": numbers}])
         if not self.aside:
             self.sinks.log(stage, iteration, numbers)
 
@@ -119,6 +121,12 @@ class TelemetryStore:
         """Add one thing that happened (a placement opened, a host died), with details that JSON can hold. Secrets in
         them are masked, see `workbench.support.secrets`."""
         self._append("events", [{"time_s": time.time(), "event": event, "details": masked(details)}])
+
+    def append_settings(self, algorithm: str, iteration: int, values: Mapping[str, Any]) -> None:
+        """Add the settings of an algorithm, plain values by name, as they are from an iteration on. Secrets in them are
+        masked."""
+        row = {"time_s": time.time(), "iteration": iteration, "algorithm": algorithm}
+        self._append("settings", [{**row, "values": masked(dict(values))}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
         """Add what hosts said of their memory, and which of them said nothing."""

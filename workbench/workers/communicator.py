@@ -85,6 +85,10 @@ class Communicator:
             dist.all_gather(gathered, padded, group=self._group)
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
 
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks as one, in rank order, along the first axis."""
+        return torch.cat(self.all_gather(tensor))
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`, in place."""
         if self.world_size > 1:

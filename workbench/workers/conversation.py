@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workbench.data.environment import Environments, Turn
-from workbench.engines.generation import Ending, GenerationEngine
+from workbench.data.conversation_turns import Reply, Told, Turn
+from workbench.data.environment import Environments
+from workbench.data.environment_pool import EnvironmentPool
+from workbench.engines.generation import Decoding, GenerationEngine, Response
 from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import turn_seed
+from workbench.workers.compaction import Compaction
 
-# As `Ending`; or the environment ended it; or max_turns were taken; or the environment failed.
-ConversationEnding = Ending | Literal["done", "turns", "failed"]
+# The environment ended it; or a limit; or the environment failed. "max_tokens": there was no room for more.
+ConversationEnding = Literal["done", "max_turns", "max_tokens", "max_seconds", "max_calls", "failed"]
+WAIT_S = 0.05  # for replies, where no turn is decoded
 Share = Callable[[Callable[[], list[Any]]], list[Any]]
 
 
@@ -21,7 +26,14 @@ Share = Callable[[Callable[[], list[Any]]], list[Any]]
 class Conversation:
     """A response of several turns, one entry a token in all lists.
 
-    mask: False on the environment's tokens, whose log_probs are 0. rewards: each turn's on the turn's last token.
+    mask: False on the environment's tokens, whose log_probs are 0. sets: see `Rollout`; empty ones on the environment's
+    tokens. rewards: each turn's on the turn's last token. turn_starts, turn_ends: of each turn, as in a slice.
+    prompt_ids: of its row, until messages replace them. context_starts: the tokens at which its contexts but the first
+    begin, see `Context`. exchanges: the newest turns with what they were answered, as many as a context may begin with.
+    repeated: how many tokens later contexts have of earlier ones. held_ids: an answer that is shown when the policy, or
+    a function, has summarized. summaries: the numbers of turns that are summaries. observed: of what the environment
+    answered, see `Reply`; the first is of its beginning. resumes: it is to go on from where it is, with a new
+    environment that is told the turns so far.
     failure: of its environment, where that ended it.
     """
 
@@ -30,24 +42,115 @@ class Conversation:
     response_ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    sets: list[Sequence[int]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    turns: int = 0
+    turn_starts: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
     ending: ConversationEnding | None = None
     failure: RolloutError | None = None
+    context_starts: list[int] = field(default_factory=list)
+    exchanges: list[list[int]] = field(default_factory=list)
+    repeated: int = 0
+    held_ids: list[int] | None = None
+    summaries: list[int] = field(default_factory=list)
+    observed: list[str] = field(default_factory=list)
+    resumes: bool = False
+    _leads: list[int] = field(default_factory=list)  # for each turn, where the tokens that it answers begin
+    _lead_start: int = 0
+
+    def __post_init__(self) -> None:
+        self._row_prompt_ids = self.prompt_ids
+
+    @property
+    def turns(self) -> int:
+        return len(self.turn_ends)
+
+    @property
+    def lead_ids(self) -> list[int]:
+        """The tokens since the policy's last turn, where it is the policy's turn."""
+        return self.response_ids[self._lead_start :] if self.turns else self.prompt_ids + self.response_ids
+
+    @property
+    def context_ids(self) -> list[int]:
+        """What the policy reads."""
+        if self.context_starts:
+            return self.response_ids[self.context_starts[-1] :]
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def last_turn_ids(self) -> list[int]:
+        """The policy's last turn."""
+        return self.response_ids[self.turn_starts[-1] : self.turn_ends[-1]]
 
     def begin_again(self) -> None:
         """Forget what was said: from the same seed, a new environment is told the same as long as it answers alike."""
-        self.response_ids, self.mask, self.log_probs, self.rewards, self.turns = [], [], [], [], 0
+        self.response_ids, self.mask, self.log_probs, self.rewards = [], [], [], []
+        self.sets, self.turn_starts, self.turn_ends = [], [], []
+        self.prompt_ids = self._row_prompt_ids
+        self.context_starts, self.exchanges, self.held_ids, self.summaries = [], [], None, []
+        self.repeated, self.resumes, self._leads, self._lead_start = 0, False, [], 0
+        self.observed = []
+
+    def go_back(self) -> bool:
+        """Go back to the newest turn that was answered, from where a new environment can go on. False where there is
+        none, or the environment failed. What has its ending stays as it is."""
+        if self.ending is not None:
+            return self.ending != "failed"
+        if self.turns and self.held_ids is None and len(self.response_ids) == self.turn_ends[-1]:
+            start = self.turn_starts.pop()
+            self.turn_ends.pop()
+            self._leads.pop()
+            for column in (self.response_ids, self.mask, self.log_probs, self.sets, self.rewards):
+                del column[start:]
+        self.resumes = self.turns > 0
+        return self.resumes
+
+    @property
+    def told(self) -> list[Told]:
+        """The turns that its environment has answered."""
+        found: list[Told] = []
+        for k, (lead, start, end) in enumerate(zip(self._leads, self.turn_starts, self.turn_ends, strict=True)):
+            if k not in self.summaries:
+                before = self.response_ids[lead:start] if k else self.prompt_ids + self.response_ids[:start]
+                observed = self.observed[len(found) + 1]
+                found.append(Told(
+                    ids=self.response_ids[start:end], lead_ids=before, reward=self.rewards[end - 1], observed=observed
+                ))  # fmt: skip
+        return found
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {**vars(self), "failure": None}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Conversation:
+        """What gave a state."""
+        found = cls(prompt_ids=[], seed=0)
+        vars(found).update(state)
+        return found
 
     def fail(self, error: RolloutError) -> None:
         self.failure, self.ending = error, "failed"
 
-    def add_turn(self, token_ids: list[int], log_probs: list[float]) -> None:
+    def add_turn(self, token_ids: list[int], log_probs: list[float], sets: Sequence[Sequence[int]]) -> None:
+        self._leads.append(self._lead_start)
+        self.turn_starts.append(len(self.response_ids))
         self._append(token_ids, log_probs, True)
-        self.turns += 1
+        self.sets += sets or [()] * len(token_ids)
+        self.turn_ends.append(len(self.response_ids))
 
     def add_observation(self, token_ids: list[int]) -> None:
+        self._lead_start = len(self.response_ids)
         self._append(token_ids, [0.0] * len(token_ids), False)
+        self.sets += [()] * len(token_ids)
+
+    def begin_context(self, token_ids: list[int], answer_tokens: int) -> None:
+        """Go on in a context of its own that begins with these tokens. answer_tokens: how many at its end are new."""
+        self.context_starts.append(len(self.response_ids))
+        self.add_observation(token_ids)
+        self._lead_start = len(self.response_ids) - answer_tokens
+        self.repeated += len(token_ids) - answer_tokens
 
     def _append(self, token_ids: list[int], log_probs: list[float], mine: bool) -> None:
         self.response_ids += token_ids
@@ -60,86 +163,200 @@ def converse(
     engine: GenerationEngine,
     conversations: Sequence[Conversation],
     sampling: Sampling,
-    environments: Environments,
+    environments: Environments | EnvironmentPool,
     *,
     mine: slice,
     max_model_tokens: int,
     share: Share,
     any_rank: Callable[[bool], bool],
     progress: Callable[[int, int, int], None],
+    steps: int,
+    compaction: Compaction | None = None,
 ) -> None:
     """Let the policy and the environments take turns until each conversation has its ending.
 
-    All open conversations take their turns together: generation of one turn, then the environments' replies. A turn
-    that is cut for want of room ends the response without a reply; so does an observation that leaves no room for
+    Each conversation goes on by itself: while its environment answers, the engine decodes the turns of the others. A
+    turn that is cut for want of room ends the response without a reply; so does an observation that leaves no room for
     another token, which is not appended. The last token is always the policy's. A conversation whose environment fails
     ends there, or begins again, as the environments say.
 
-    conversations: those of all ranks of a tensor group, in rank order; `mine` are this rank's, whose environments run
-    here. share(make): the lists that these ranks make, end to end. any_rank: whether it is true on any rank.
+    conversations: those of all ranks of a tensor group, in rank order; what has its ending stays as it is. `mine` are
+    this rank's, whose environments run here. share(make): the lists that these ranks make, end to end. any_rank:
+    whether it is true on any rank. steps: of the engine between two looks at the environments' replies, which ranks of
+    a tensor group take together. compaction: begins new contexts where conversations are too long.
     """
+    with engine.decoding(sampling) as decoding:
+        turns = _Turns(conversations, sampling, environments, decoding, mine, max_model_tokens, compaction)
+        while any_rank(turns.left > 0):
+            turns.begin_more()
+            for _ in range(steps):
+                for turn in decoding.step() if decoding.open else ():
+                    turns.hear(turn)
+            for i, reply in share(turns.replies):
+                turns.take(i, reply)
+            progress(len(conversations) - turns.left, len(conversations), decoding.tokens)
 
-    def room(conversation: Conversation) -> int:
-        left = max_model_tokens - len(conversation.prompt_ids) - len(conversation.response_ids)
-        return min(left, sampling.max_new_tokens - len(conversation.response_ids))
 
-    own = {id(conversation): row for row, conversation in enumerate(conversations[mine])}
-    new, continued = {id(conversation) for conversation in conversations}, False
+class _Turns:
+    """Whose turn it is in each conversation. left: how many have no ending yet."""
 
-    def begin() -> None:
-        """Reset the environments of new conversations. Those that fail and are to begin again stay new."""
-        beginning = [conversation for conversation in conversations if id(conversation) in new]
-        here = [(own[id(one)], room(one)) for one in beginning if id(one) in own]
-        replies = share(lambda: environments.reset(here))
-        new.clear()
-        for conversation, reply in zip(beginning, replies, strict=True):
-            if reply.again:
-                new.add(id(conversation))
-            elif reply.failure is not None:
-                conversation.fail(reply.failure)
-            else:
-                conversation.add_observation(reply.observation_ids)
+    def __init__(
+        self, conversations: Sequence[Conversation], sampling: Sampling,
+        environments: Environments | EnvironmentPool,
+        decoding: Decoding, mine: slice, max_model_tokens: int, compaction: Compaction | None,
+    ) -> None:  # fmt: skip
+        self._conversations, self._sampling, self._environments = conversations, sampling, environments
+        self._decoding, self._max_model_tokens, self._compaction = decoding, max_model_tokens, compaction
+        self._first, self._last, _ = mine.indices(len(conversations))
+        self._ended = [conversation.ending is not None for conversation in conversations]
+        self._to_begin = deque(i for i in range(self._first, self._last) if not self._ended[i])
+        self._most, self._open_here = sampling.most_open or len(conversations), 0
+        self.left = self._ended.count(False)  # counted: thousands are not to be looked through at each token
 
-    while any_rank(any(conversation.ending is None for conversation in conversations)):
-        if any_rank(bool(new)):
-            begin()
-        speaking = [one for one in conversations if one.ending is None and id(one) not in new]
-        closed, said = len(conversations) - len(speaking), sum(sum(c.mask) for c in conversations)
-        rollout = engine.generate(
-            [conversation.prompt_ids + conversation.response_ids for conversation in speaking],
-            sampling,
-            [turn_seed(conversation.seed, conversation.turns) for conversation in speaking],
-            lambda done, total, tokens: progress(closed, len(conversations), said + tokens),  # noqa: B023
-            [room(conversation) for conversation in speaking],
-            continued=continued,
-        )
-        continued = True
-        asked: list[tuple[Conversation, Turn]] = []
-        for conversation, ids, log_probs, ending in zip(
-            speaking, rollout.response_ids, rollout.log_probs, rollout.endings, strict=True
-        ):
-            conversation.add_turn(ids, log_probs)
-            if ending == "length":
-                conversation.ending = ending
-            else:
-                row = own.get(id(conversation), -1)
-                asked.append((conversation, Turn(row=row, response_ids=ids)))
-        here = [turn for _, turn in asked if turn.row >= 0]
-        replies = share(lambda: environments.step(here))  # noqa: B023
-        for (conversation, _), reply in zip(asked, replies, strict=True):
-            if reply.again:
-                conversation.begin_again()
-                new.add(id(conversation))
-                continue
-            if reply.failure is not None:
-                conversation.fail(reply.failure)
-                continue
+    def _is_mine(self, i: int) -> bool:
+        return self._first <= i < self._last
+
+    def begin_more(self) -> None:
+        """Begin conversations that wait, as many as may be open."""
+        while self._to_begin and self._open_here < self._most:
+            self._begin(self._to_begin.popleft())
+            self._open_here += 1
+
+    def replies(self) -> list[tuple[int, Reply]]:
+        """What this rank's environments have answered, by conversation."""
+        wait_s = 0.0 if self._decoding.open else WAIT_S
+        return [(row + self._first, reply) for row, reply in self._environments.replies(wait_s)]
+
+    def hear(self, turn: Response) -> None:
+        """Take in a turn of the policy, and have it answered."""
+        i, conversation = turn.row, self._conversations[turn.row]
+        lead_ids = conversation.lead_ids
+        conversation.add_turn(turn.ids, turn.log_probs, turn.sets)
+        if conversation.held_ids is not None:
+            conversation.summaries.append(conversation.turns - 1)
+            self._begin_context(i, turn.ids)
+        elif turn.ending == "length":
+            conversation.ending = "max_tokens"
+        elif self._is_mine(i):
+            self._environments.say(Turn(row=i - self._first, response_ids=turn.ids, lead_ids=lead_ids))
+        self._count(i)
+
+    def take(self, i: int, reply: Reply) -> None:
+        """Take in what an environment answered, and let the policy go on."""
+        conversation = self._conversations[i]
+        if reply.again:
+            conversation.begin_again()
+            self._begin(i)
+            return
+        if reply.failure is not None:
+            conversation.fail(reply.failure)
+        elif reply.summary_ids is not None:
+            self._begin_context(i, reply.summary_ids)
+        elif conversation.resumes:
+            self._resume(i)
+        else:
+            self._answer(i, reply)
+        self._count(i)
+
+    def _answer(self, i: int, reply: Reply) -> None:
+        conversation = self._conversations[i]
+        if reply.prompt_ids is not None:
+            conversation.prompt_ids = reply.prompt_ids
+        if conversation.turns:
             conversation.rewards[-1] = reply.reward
-            if reply.done:
-                conversation.ending = "done"
-            elif conversation.turns == sampling.max_turns:
-                conversation.ending = "turns"
-            elif len(reply.observation_ids) >= room(conversation):
-                conversation.ending = "length"
-            else:
-                conversation.add_observation(reply.observation_ids)
+        conversation.observed.append(reply.observed)
+        if reply.done:
+            conversation.ending = "done"
+        elif reply.limit is not None:
+            conversation.ending = reply.limit
+        elif conversation.turns - len(conversation.summaries) == self._sampling.max_turns:
+            conversation.ending = "max_turns"
+        else:
+            self._show(i, reply.observation_ids)
+
+    def _show(self, i: int, answer_ids: list[int]) -> None:
+        """Show the policy what a conversation was answered, in a new context where the old one is full."""
+        conversation, compaction = self._conversations[i], self._compaction
+        if compaction is not None and conversation.turns:
+            compaction.remember(conversation, answer_ids)
+            if compaction.is_due(conversation, answer_ids):
+                conversation.held_ids = answer_ids
+                if compaction.function is not None:
+                    self._summarize(i, compaction.function)
+                    return
+                question = compaction.question(conversation, self._max_model_tokens)
+                room = min(compaction.summary_room, self._new_tokens_left(conversation) - len(question))
+                if question and room > 0:
+                    conversation.add_observation(question)
+                    self._go_on(i, room)
+                else:
+                    self._begin_context(i)
+                return
+        if conversation.turns and len(answer_ids) >= self._room(conversation):
+            conversation.ending = "max_tokens"
+            return
+        conversation.add_observation(answer_ids)
+        self._go_on(i, self._room(conversation))
+
+    def _summarize(self, i: int, function: Callable[..., Any]) -> None:
+        """Have a function summarize what the policy read; the next context begins when it has."""
+        if self._is_mine(i):
+            self._environments.summarize(i - self._first, function, self._conversations[i].context_ids)
+
+    def _begin_context(self, i: int, summary_ids: Sequence[int] = ()) -> None:
+        """Begin the next context of a conversation, and let the policy go on there; end it where there is no room."""
+        conversation = self._conversations[i]
+        answer_ids, conversation.held_ids = conversation.held_ids or [], None
+        assert self._compaction is not None
+        begins = self._compaction.begins_with(conversation, summary_ids)
+        has_room = len(answer_ids) < self._new_tokens_left(conversation)
+        if begins is None or len(begins) >= self._max_model_tokens or not has_room:
+            conversation.ending = "max_tokens"
+            return
+        conversation.begin_context(begins, len(answer_ids))
+        self._go_on(i, self._room(conversation))
+
+    def _go_on(self, i: int, tokens: int) -> None:
+        """Let the policy take a turn of so many tokens at most."""
+        conversation = self._conversations[i]
+        seed = turn_seed(conversation.seed, conversation.turns)
+        self._decoding.add(i, conversation.context_ids, seed, tokens)
+
+    def _begin(self, i: int) -> None:
+        if not self._is_mine(i):
+            return
+        conversation = self._conversations[i]
+        if conversation.resumes:
+            self._environments.resume(i - self._first, conversation.told, conversation.observed[0])
+        else:
+            self._environments.begin(i - self._first, self._room(conversation))
+
+    def _resume(self, i: int) -> None:
+        """Let the policy go on where its conversation was interrupted."""
+        conversation = self._conversations[i]
+        conversation.resumes = False
+        if conversation.held_ids is not None and self._compaction is not None and self._compaction.function is not None:
+            self._summarize(i, self._compaction.function)
+            return
+        room = self._room(conversation)
+        if conversation.held_ids is not None and self._compaction is not None:
+            room = min(self._compaction.summary_room, self._new_tokens_left(conversation))
+        self._go_on(i, room)
+
+    def _room(self, conversation: Conversation) -> int:
+        """Tokens that what comes next may have."""
+        read = len(conversation.context_ids)
+        left = self._max_model_tokens - read
+        if self._compaction is not None:
+            left = min(left, self._compaction.room(read))
+        return min(left, self._new_tokens_left(conversation))
+
+    def _new_tokens_left(self, conversation: Conversation) -> int:
+        return self._sampling.max_new_tokens - len(conversation.response_ids) + conversation.repeated
+
+    def _count(self, i: int) -> None:
+        """Count a conversation that has its ending now."""
+        if self._conversations[i].ending is not None and not self._ended[i]:
+            self._ended[i] = True
+            self.left -= 1
+            self._open_here -= self._is_mine(i)

@@ -36,11 +36,14 @@ class Status:
         """Of each row, whether a stage failed for it."""
         return [stage in lines for lines in self._lines]
 
-    def note(self, stage: str, row: int, failures: Mapping[str, str]) -> None:
-        """Replace what is known of a stage for a row: by name of the function, what it did."""
+    def note(self, stage: str, row: int, failures: Mapping[str, StageError]) -> None:
+        """Replace what is known of a stage for a row: by name of the function, its error."""
         self._lines[row].pop(stage, None)
         if failures:
-            said = (f"{stage} {name}: {what}" for name, what in failures.items())
+            said = (
+                f"{stage} {name}: {error.what}{error.remedy and f'; {error.remedy}'}"
+                for name, error in failures.items()
+            )
             self._lines[row][stage] = [" ".join(line.split()) for line in said]
 
     def columns(self) -> Table:

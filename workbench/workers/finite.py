@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
-from workbench.batches.schema_check import first_of
+from workbench.batches.schema_check import first_of, is_plainly_right
 from workbench.errors import StageError
 from workbench.messages.calls import Call
 from workbench.messages.replies import Output
@@ -21,14 +21,20 @@ from workbench.messages.shards import Shard
 from workbench.workers.worker import Worker
 
 
-def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> None:
+def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> frozenset[str]:
     """Raise `StageError` where a column of numbers of a stage of ours holds NaN or infinity. It names the first such
     row of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
 
-    Columns of a user's own stages may hold any number.
+    Columns of a user's own stages may hold any number. Returns the columns that by this look hold what their schema
+    says.
     """
+    right = set()
     for name, column in output.columns.items():
-        found = first_not_finite(column) if name in SCHEMA else None
+        schema = SCHEMA.get(name)
+        if schema is not None and is_plainly_right(column, schema):
+            right.add(name)
+            continue
+        found = None if schema is None else first_not_finite(column)
         if found is None:
             continue
         row, token, value = found
@@ -38,6 +44,7 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
         rows = _bad_rows(column)
         more = f", the first of {rows} such rows" if rows > 1 else ""
         raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
+    return frozenset(right)
 
 
 def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None:

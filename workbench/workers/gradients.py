@@ -103,18 +103,18 @@ class GradientProbe:
 
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         """As `TrainingEngine.step`, without the step."""
-        shares: list[float] = []
+        shares: dict[int, float] = {}  # by pass: in fp16 the engine may repeat them with a smaller loss scale
 
-        def noted(micro: Pass) -> Pass:
+        def noted(number: int, micro: Pass) -> Pass:
             def loss(output: Any) -> Tensor:
                 value = micro.loss(output)
-                shares.append(float(value.detach()) * self._counts)
+                shares[number] = float(value.detach()) * self._counts
                 return value
 
             return replace(micro, loss=loss)
 
-        gradients = self._engine.gradients([noted(micro) for micro in passes])
+        gradients = self._engine.gradients([noted(number, micro) for number, micro in enumerate(passes)])
         sketches = {name: Sketch.of(name, gradient) for name, gradient in gradients}
-        minibatch = Minibatch(sum(shares), sketches)
+        minibatch = Minibatch(sum(shares.values()), sketches)
         self.minibatches.append(minibatch)
         return StepReport(grad_norm=minibatch.norm, learning_rate=0.0, steps=self._engine.steps)

@@ -14,6 +14,7 @@ import torch
 
 from workbench.batches.schema_check import check_columns
 from workbench.errors import StageError
+from workbench.errors.containing import passes
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Failure, Output, Reply, column_summary
@@ -152,12 +153,14 @@ class Host(Shards):
         try:
             with self._labels(call.stage, call.run, call.role):
                 recorder.add("queue", call.submitted_s, time.time())
-                output = self._carry_out(call)
+                output, right = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
-                columns = self._keep(output.columns, call)
+                columns = self._keep(output.columns, call, right)
         except StageStopped as stop:
             stopped = stop.part
-        except Exception as error:
+        except BaseException as error:
+            if passes(error):
+                raise
             failure = Failure.of(error, remedy_for(error, self, call))
         finally:
             self._stopping.end()
@@ -177,6 +180,7 @@ class Host(Shards):
             failure=failure,
             stopped=stopped,
             failed=output.failed,
+            scored=output.scored,
         )
         self._last = call.run, reply
         return reply
@@ -185,7 +189,8 @@ class Host(Shards):
         """The reply of the last stage, if it was that run: for a kernel that reattaches."""
         return self._last[1] if self._last is not None and self._last[0] == run else None
 
-    def _carry_out(self, call: Call) -> Output:
+    def _carry_out(self, call: Call) -> tuple[Output, frozenset[str]]:
+        """What the worker's method gives, and those of its columns that are known to hold what their schema says."""
         recorder, worker, arguments, shard = self.recorder, self.workers[call.role], call.args, None
         if call.rows is not None:
             with worker.context.communicator.all_or_none():
@@ -194,17 +199,18 @@ class Host(Shards):
         with recorder.span("compute"):
             self._device.turn_to(call.role, call.method)
             # looked up by name at call time, so that reloaded code takes effect with state kept
+            if call.training is not None:
+                worker.retrain(call.training)
             result = getattr(worker, call.method)(*arguments, **call.kwargs)
         output = result if isinstance(result, Output) else Output(value=result)
         output = replace(output, notes=(*output.notes, *worker.take_notes()))
-        require_finite(output, call, shard, worker)
-        return output
+        return output, require_finite(output, call, shard, worker)
 
     def _shard(self, call: Call, rows: np.ndarray, worker: Worker) -> Shard:
         """This rank's rows of a stage's batch, which hold what their columns' schema says."""
         with self.recorder.span("transfer") as counted:
-            columns = self._pull(call, counted)
-            check_columns(columns, rows, worker.limits)
+            columns, right = self._pull(call, counted)
+            check_columns(columns, rows, worker.limits, all_valid=call.all_valid, right=right)
         sizes, sample = call.minibatch_sizes, call.sample
         return Shard(columns=columns, rows=rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
 
@@ -213,9 +219,9 @@ class Host(Shards):
         listener, self.on_progress = self.on_progress, None
         try:
             with self._labels(call.stage, call.run, call.role):
-                output = self._carry_out(call)
+                output, right = self._carry_out(call)
                 as_metrics(output.metrics)
-                self._keep(output.columns, replace(call, keep=False))
+                self._keep(output.columns, replace(call, keep=False), right)
             return output
         finally:
             self.on_progress = listener

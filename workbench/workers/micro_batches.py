@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
+from workbench.batches.contexts import contexts_of
 from workbench.engines.training.groups import Collectives
 from workbench.messages.metrics import Max, Mean
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
+from workbench.models.token_sets import TokenSets
 from workbench.workers.device_metrics import OnDevice
 
 
@@ -80,7 +82,8 @@ def _split(groups: list[list[int]], least: int) -> list[list[int]]:
 class MicroBatch:
     """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target a response token.
 
-    Rows of the same prompt share it: the prompt is a sequence, and each response continues it. index: its rows in the
+    Rows of the same prompt share it: the prompt is a sequence, and each response continues it, up to its second
+    context if it has one (see `CONTEXT_STARTS`). index: its rows in the
     shard. weight: 0.0 for a pass that only keeps in step with other ranks. last: [B], the position of each row's last
     token among the T. tokens: of its rows, each with its prompt. response_rows, response_times [N]: the place of token
     n in a [B, R] tensor of the responses.
@@ -96,13 +99,23 @@ class MicroBatch:
     longest: int
     weight: float
 
-    def scored(self, temperature: float, with_entropy: bool = False) -> dict[str, Any]:
-        """Its inputs, asking for the log-probabilities of its targets."""
-        return {**self.inputs, "targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
+    def scored(
+        self,
+        temperature: float,
+        with_entropy: bool = False,
+        sets: Callable[[list[int]], TokenSets] | None = None,
+        **asked: bool,
+    ) -> dict[str, Any]:
+        """Its inputs, asking for the log-probabilities of its targets. sets: of some rows, see `SamplingMask`. asked:
+        more, see `TokenLogProbs.forward`."""
+        own: dict[str, Any] = {"targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
+        if sets is not None:
+            own["sets"] = sets(self.index)
+        return {**self.inputs, **own, **asked}
 
     def to_BR(self, values_N: Tensor) -> Tensor:
-        """Response numbers as a right-padded [B, R] tensor (differentiable)."""
-        out_BR = values_N.new_zeros((len(self.index), self.longest))
+        """Response numbers [N, ...] as a right-padded [B, R, ...] tensor (differentiable)."""
+        out_BR = values_N.new_zeros((len(self.index), self.longest, *values_N.shape[1:]))
         return out_BR.index_put((self.response_rows, self.response_times), values_N)
 
     def column_BR(self, column: Ragged) -> Tensor:
@@ -122,7 +135,8 @@ class MicroBatch:
 
 
 def largest(x: Tensor) -> OnDevice:
-    return OnDevice(Max, {"value": x.max()})
+    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
+    return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})
 
 
 def micro_batches(
@@ -142,6 +156,7 @@ def micro_batches(
     of a pair. A rank with too few micro-batches repeats its shortest rows, whose tokens count for nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
+    contexts = contexts_of(shard.columns)
     numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
     prompt_of = {
         row: row if padded else numbers.setdefault(prompts[row].numpy().tobytes(), len(numbers)) for row in rows
@@ -162,7 +177,7 @@ def micro_batches(
     here = len(cut(lengths, budget_tokens, padded=padded, prompts=first))
     most = max(1, int(data.all_reduce_max(torch.tensor([here])).item()))
     groups = cut(lengths, budget_tokens, most, padded=padded, prompts=first)
-    build = partial(_build, prompts=prompts, responses=responses, prompt_of=prompt_of, device=device)
+    build = partial(_build, prompts=prompts, responses=responses, prompt_of=prompt_of, contexts=contexts, device=device)
     out = [build([row for u in group for row in kept[u]], weight=1.0) for group in groups]
     filler = [build(min(units, key=length), weight=0.0)] if len(out) < most else []
     return out + filler * (most - len(out))
@@ -174,10 +189,11 @@ def _build(
     prompts: list[Tensor],
     responses: list[Tensor],
     prompt_of: Mapping[int, int],
+    contexts: Mapping[int, list[int]],
     device: torch.device,
     weight: float,
 ) -> MicroBatch:
-    sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of)
+    sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of, contexts)
     counts = torch.tensor([len(responses[i]) for i in index])
     rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
     times_N = torch.cat([torch.arange(int(n)) for n in counts])
@@ -203,16 +219,22 @@ def _build(
 
 
 def _sequences(
-    index: list[int], prompts: list[Tensor], responses: list[Tensor], prompt_of: Mapping[int, int]
+    index: list[int],
+    prompts: list[Tensor],
+    responses: list[Tensor],
+    prompt_of: Mapping[int, int],
+    contexts: Mapping[int, list[int]],
 ) -> tuple[list[Tensor], tuple[int, ...], Tensor, Tensor]:
     """(sequences; for each the sequence that it continues, or -1; for each row the position of its prompt's last token,
-    and that of its response's first): the prompt of several rows stands before the first of their responses."""
+    and that of its response's first): the prompt of several rows stands before the first of their responses, and a
+    further context of a response is a sequence that continues none. contexts: see `contexts_of`."""
     rows_of = Counter(prompt_of[i] for i in index)
     sequences: list[Tensor] = []
     after, ends, starts, tokens = [], [], [], 0
     known: dict[int, tuple[int, int]] = {}  # of a shared prompt: the number of its sequence, and of its last token
     for i in index:
-        prompt, response = prompts[i], responses[i]
+        prompt, whole = prompts[i], responses[i]
+        response, *others = torch.tensor_split(whole, contexts.get(i, []))
         if rows_of[prompt_of[i]] == 1 or not len(prompt):
             sequences.append(torch.cat([prompt, response]))
             after.append(-1)
@@ -228,9 +250,11 @@ def _sequences(
             if len(response):
                 sequences.append(response)
                 after.append(number)
+        sequences += others
+        after += [-1] * len(others)
         ends.append(end)
         starts.append(tokens)
-        tokens += len(response)
+        tokens += len(whole)
     return sequences, tuple(after) if known else (), torch.tensor(ends), torch.tensor(starts)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +18,15 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.replies import Output
 from workbench.models.compiling import compile_layers
-from workbench.models.heads import PackedModule
+from workbench.models.heads import PackedModule, TokenLogProbs
+from workbench.models.spec import Model
+from workbench.settings.engines import Training
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.update import Term, Update
 from workbench.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ModelWorker(Worker):
@@ -43,6 +48,11 @@ class ModelWorker(Worker):
         settings, dtype = spec.training if trained else None, getattr(torch, spec.dtype)
         self.engine = make_training_engine(module, settings, context.groups, device=context.device, dtype=dtype)
         self.budget = TokenBudget(spec.training.micro_batch_tokens, context, self.engine, module, trained=trained)
+
+    def retrain(self, training: Training) -> None:
+        super().retrain(training)
+        if self.engine is not None:
+            self.engine.retrain(training)
 
     def describe(self) -> dict[str, Any]:
         if self.engine is None:
@@ -125,6 +135,16 @@ class ModelWorker(Worker):
 
         modules = self.engine.module.named_modules()
         return [name for name, m in modules if m.training and not isinstance(m, GradientCheckpointingLayer)]
+
+
+def log_probs_of(model: PreTrainedModel, spec: Model) -> TokenLogProbs:
+    """The module of a role that is this causal language model, as its settings say."""
+    assert spec.training is not None
+    return TokenLogProbs(
+        model,
+        micro_batch_tokens=spec.training.micro_batch_tokens,
+        float32_head=spec.training.head_dtype == "float32",
+    )
 
 
 def digest(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.models.float32_head import Float32Head
 from workbench.models.heads import TokenLogProbs
 from workbench.models.lora import ADAPTER, adapted_layers, merged_weight
 from workbench.settings.precision import Precision
@@ -24,8 +25,8 @@ def computing_in(module: TokenLogProbs, precision: Precision) -> Iterator[None]:
         inside.callback(_put_back, before)
         if precision.adapter == "merged":
             _merge(module)
-        if precision.head == "float32":
-            inside.enter_context(_in_float32(module.model.get_output_embeddings()))
+        head: Any = module.model.get_output_embeddings()
+        inside.enter_context(_in_float32(head) if precision.head == "float32" else _as_the_rest(head))
         held = dtype if precision.weights == "same" else torch.float32
         for parameter in before:
             parameter.data = parameter.data.to(held)
@@ -45,6 +46,18 @@ def _merge(module: nn.Module) -> None:
         merged, up = merged_weight(layer), layer.lora_B[ADAPTER].weight
         layer.get_base_layer().weight.data = merged
         up.data = torch.zeros_like(up.data)
+
+
+@contextmanager
+def _as_the_rest(head: Any) -> Iterator[None]:
+    """Inside, the output head computes in the dtype of the model, also one that `Training.head_dtype` has in fp32."""
+    kind = type(head)
+    if kind is Float32Head:
+        head.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        head.__class__ = kind
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
 from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +29,17 @@ class Reading:
         return self.values(micro, engine.forward(**self.inputs(micro)))
 
 
-def token_log_probs(temperature: float) -> Reading:
-    """log softmax(logits / temperature) of each response token, [N], nats."""
-    return Reading(inputs=lambda micro: micro.scored(temperature), values=lambda micro, output: output[0])
+def token_log_probs(temperature: float, mask: SamplingMask | None = None) -> Reading:
+    """log softmax(logits / temperature) of each response token, [N], nats; with a mask over the tokens of its sets."""
+    sets = None if mask is None else mask.sets
+    return Reading(inputs=lambda micro: micro.scored(temperature, sets=sets), values=lambda micro, output: output[0])
 
 
-def token_log_probs_and_entropies(temperature: float) -> Reading:
+def token_log_probs_and_entropies(temperature: float, mask: SamplingMask | None = None) -> Reading:
     """The same, and the entropy of the distribution that each token was drawn from, [2, N], nats."""
+    sets = None if mask is None else mask.sets
     return Reading(
-        inputs=lambda micro: micro.scored(temperature, with_entropy=True),
+        inputs=lambda micro: micro.scored(temperature, with_entropy=True, sets=sets),
         values=lambda micro, output: torch.stack(output),
     )
 
@@ -51,3 +54,17 @@ LAST_TOKEN_SCORES = Reading(
     inputs=lambda micro: {**micro.inputs, "positions": micro.last}, values=lambda micro, output: output
 )
 """The score of each row, [B], read at its last token."""
+
+
+def _own_positions(micro: MicroBatch) -> Tensor:
+    """The position of each response token, [N]. `micro.inputs` has that of the token before, which predicts it."""
+    positions_N, rows_N = micro.inputs["positions"], micro.response_rows
+    is_last_N = torch.ones_like(rows_N, dtype=torch.bool)
+    is_last_N[:-1] = rows_N[1:] != rows_N[:-1]
+    return torch.where(is_last_N, micro.last[rows_N], positions_N.roll(-1))
+
+
+TOKEN_SCORES = Reading(
+    inputs=lambda micro: {**micro.inputs, "positions": _own_positions(micro)}, values=lambda micro, output: output
+)
+"""The score of a response up to each of its tokens, [N], read at that token."""

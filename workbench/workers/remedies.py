@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.display.html import bytes_text
+from workbench.errors.plain_text import said
 from workbench.messages.calls import Call
 from workbench.support.machine import available_bytes
 
@@ -18,7 +19,7 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 MOST_SHOWN = 6
 
 
-def remedy_for(error: Exception, host: Host, call: Call) -> str:
+def remedy_for(error: BaseException, host: Host, call: Call) -> str:
     """What would help against an error of a stage; empty where that is not known."""
     if not is_out_of_memory(error):
         return ""
@@ -33,7 +34,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY):
+        if isinstance(error, RuntimeError) and any(text in said(error) for text in NO_MEMORY):
             return True
         error = error.__cause__
     return False

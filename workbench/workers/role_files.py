@@ -107,7 +107,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
                 with own_files.disk_errors(path, needed):
                     save_file(tensors, path)
                     own_files.to_disk(path)  # before the checkpoint is renamed to its place
-    return rank_state(worker, moving=bool(files.parts))
+    return rank_state(worker, moving=bool(files.parts) or files.role == ROLLOUT)
 
 
 def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
@@ -117,7 +117,7 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
     """
     engine = engine_of(worker)
     if files.role == ROLLOUT:  # the next sync sends it the actor's weights
-        worker.load_extra_state({})
+        worker.load_extra_state(state.extra)
         return
     if not files.parts:
         if (path := files.file("state", rank)).name in files.states:
@@ -138,6 +138,7 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
                         engine, files.role, plan, rank, _Files(files, files.distribution(saved), kind), source, kind
                     )
         engine.end_state(state.steps)
+        engine.restore_loss_scale(state.loss_scale)
     worker.load_extra_state(state.extra)
 
 

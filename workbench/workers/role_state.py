@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
-from workbench.engines.training.base import MOMENTS, StateKind
+from workbench.engines.training.base import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
 from workbench.errors import StageError
 from workbench.placement import Layout
 from workbench.placement.state import Part
@@ -27,7 +27,8 @@ from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {
-    "weights": ("weights",), "parameters": ("parameters",), "moments": MOMENTS
+    "weights": ("weights",), "parameters": ("parameters",), "moments": ADAM, "momentum": MUON,
+    "codes": CODES, "scales": SCALES,
 }  # fmt: skip
 """What an engine calls the tensors of a `Part`."""
 
@@ -68,12 +69,13 @@ class RoleMove:
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """The part of a rank's state that goes by the controller: optimizer steps, whether there are moments, the random
-    generators of its process, and `Worker.extra_state`."""
+    generators of its process, `Worker.extra_state`, and the state of a loss scale."""
 
     steps: int
     moments: bool
     random: dict[str, Any] = field(repr=False)
     extra: dict[str, Any]
+    loss_scale: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,7 @@ def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
         moments=engine is not None and engine.has_moments,
         random=random_state(),
         extra=worker.extra_state() if moving else {},
+        loss_scale=None if engine is None or engine.loss_scale is None else engine.loss_scale.state,
     )
 
 
@@ -143,6 +146,7 @@ def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchan
             plan = part.reshard(move.source, move.destination)
             take_kind(engine, move.role, plan, rank, exchange, published, kind)
         engine.end_state(state.steps)
+        engine.restore_loss_scale(state.loss_scale)
     worker.load_extra_state(state.extra)
 
 

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from workbench.batches.columns import Ragged, Table
+from workbench.batches.schema import CONTEXT_STARTS
 from workbench.engines.generation import Rollout
 from workbench.messages.metrics import Mean, Metrics
+from workbench.settings.engines import Sampling
+from workbench.support.calls.pickling import name_of
 from workbench.workers.conversation import Conversation
+from workbench.workers.sampling_mask import MASK_COLUMNS, mask_columns, mask_metrics
 
-CUT = ("length", "turns")  # endings that are not the response's own
+CUT = ("length", "max_turns", "max_tokens", "max_seconds", "max_calls")  # endings that are not the response's own
+COMPONENTS = "environment_components"  # what an agent returned, by name
 FAILED = "failed"  # that of a row whose environment failed
+# of responses of several turns
+TURN_COLUMNS = ("turns", "environment_rewards", "turn_starts", "turn_ends", "turn_rewards")
 ENDINGS = ("eos", "stop", "done", *CUT)
 
 
@@ -24,23 +31,51 @@ def single_turn(rollout: Rollout, rows: slice) -> Table:
         "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
         "rollout_log_prob": Ragged.of(rollout.log_probs[rows], torch.float32),
         **_endings(rollout.endings[rows]),
+        **({} if rollout.sets is None else mask_columns(rollout.sets[rows])),
     }
 
 
-def several_turns(conversations: Sequence[Conversation]) -> Table:
+def several_turns(conversations: Sequence[Conversation], keeps_mask: bool = False) -> Table:
     return {
+        "prompt_ids": Ragged.of([c.prompt_ids for c in conversations], torch.int64),
         "response_ids": Ragged.of([c.response_ids for c in conversations], torch.int64),
         "response_mask": Ragged.of([c.mask for c in conversations], torch.bool),
         "rollout_log_prob": Ragged.of([c.log_probs for c in conversations], torch.float32),
-        **_endings([c.ending or "length" for c in conversations]),
+        **_endings([c.ending or "max_tokens" for c in conversations]),
         "turns": torch.tensor([c.turns for c in conversations]),
         "environment_rewards": Ragged.of([c.rewards for c in conversations], torch.float32),
+        "turn_starts": Ragged.of([c.turn_starts for c in conversations], torch.int64),
+        "turn_ends": Ragged.of([c.turn_ends for c in conversations], torch.int64),
+        "turn_rewards": Ragged.of([[c.rewards[end - 1] for end in c.turn_ends] for c in conversations], torch.float32),
+        **(mask_columns([c.sets for c in conversations]) if keeps_mask else {}),
     }
+
+
+def context_starts(starts: Sequence[Sequence[int]], columns: Table) -> Table:
+    """The column of contexts. starts: for each row, the response tokens at which its contexts but the first begin.
+    columns: of the rollout."""
+    responses = columns["response_ids"]
+    assert isinstance(responses, Ragged)
+    found = [torch.zeros(int(length), dtype=torch.bool) for length in responses.lengths]
+    for column, places in zip(found, starts, strict=True):
+        column[list(places)] = True
+    return {CONTEXT_STARTS: Ragged.of(found, torch.bool)}
 
 
 def _endings(endings: Sequence[str]) -> Table:
     finished = torch.tensor([ending not in (*CUT, FAILED) for ending in endings], dtype=torch.bool)
     return {"finished": finished, "ending": list(endings)}
+
+
+def never_answered(conversations: Sequence[Conversation], sampling: Sampling, rank: int) -> tuple[str, ...]:
+    """What to tell the user where no turn was shown to an environment; else nothing. rank: for the message."""
+    if not conversations or any(c.ending != "max_tokens" or c.turns > 1 for c in conversations):
+        return ()
+    return (
+        f"environment {name_of(sampling.environment)} answered nothing on rank {rank}: all {len(conversations)} "
+        f"conversations were cut in their first turn, by max_new_tokens={sampling.max_new_tokens} or "
+        "Generation.max_model_tokens. Raise them, or end turns with stop=",
+    )
 
 
 def rollout_metrics(columns: Table) -> Metrics:
@@ -57,10 +92,17 @@ def rollout_metrics(columns: Table) -> Metrics:
     metrics["truncated/fraction"] = mean(sum(ending in CUT for ending in endings))
     # the same names on every rank, or the counts of a rank without an ending would be missing
     metrics |= {f"ending_{name}/fraction": mean(sum(ending == name for ending in endings)) for name in ENDINGS}
+    if MASK_COLUMNS[0] in columns:
+        ids, sizes = (columns[name] for name in MASK_COLUMNS)
+        assert isinstance(ids, Ragged) and isinstance(sizes, Ragged)
+        metrics |= mask_metrics(ids, sizes)
     if "turns" in columns:
         turns, rewards = columns["turns"], columns["environment_rewards"]
         assert isinstance(turns, torch.Tensor) and isinstance(rewards, Ragged)
         metrics["observation_tokens/mean"] = mean(len(mask.values) - written)
         metrics["turns/mean"] = mean(float(turns.sum()))
+        starts = columns.get(CONTEXT_STARTS)
+        if isinstance(starts, Ragged):
+            metrics["contexts/mean"] = mean(rows + float(starts.values.sum()))
         metrics["environment_rewards/mean"] = mean(float(rewards.values.sum()))
     return metrics

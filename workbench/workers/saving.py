@@ -10,9 +10,10 @@ from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput, StageError, WriteFailed
+from workbench.errors.plain_text import said
 from workbench.models.heads import TokenValues
 from workbench.models.lora import write_adapter
-from workbench.models.saving import level_outside, write_model
+from workbench.models.saving import SHARD_GB, level_outside, write_model
 from workbench.support.files import new_or_empty, path_of
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
@@ -20,8 +21,12 @@ from workbench.workers.worker import Context
 Result = TypeVar("Result")
 
 
-def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, context: Context) -> str:
+def save_model(
+    engine: TrainingEngine, path: str | Path, name: str | Path, context: Context, card: str = "",
+    shard_gb: float = SHARD_GB,
+) -> str:  # fmt: skip
     """Write the engine's weights to a folder; `name` is the model that they started from. Its absolute path.
+    card: of the model, in Markdown. shard_gb: see `write_model`.
 
     Raises `BadInput`, on all ranks, where the folder holds something, and `WriteFailed` where writing fails.
     """
@@ -32,7 +37,7 @@ def save_model(engine: TrainingEngine, path: str | Path, name: str | Path, conte
         if isinstance(engine.module, TokenValues):
             bias = weights["score.bias"]
             weights["score.bias"] = (bias.float() - engine.module.shift).to(bias.dtype)
-        write_model(folder, weights, name, scalar_head=scalar)
+        write_model(folder, weights, name, scalar_head=scalar, card=card, shard_gb=shard_gb)
         if scalar and float(weights["score.bias"]):
             print(f"{folder}: {level_outside(float(weights['score.bias']))}")
 
@@ -66,7 +71,7 @@ def _on_first_rank(action: Callable[[], Result], folder: Path, context: Context)
     except Exception as error:
         raise StageError(
             f"nothing was saved to {str(folder)!r}",
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {said(error)}",
             "give a folder that rank 0 can write, with room for the model",
         ) from error
     found: Result = result

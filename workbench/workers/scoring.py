@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import STATUS
 from workbench.data.batched import over_of
+from workbench.data.judge import JUDGEMENT
 from workbench.data.reward_function import ALIKE, NOT_ASKED, Asking, RewardFunction, score_groups, score_rows
-from workbench.data.user_functions import RAW_RESPONSE, Score, asks_for
+from workbench.data.user_functions import RAW_RESPONSE, Noted, Score, Steps, asks_for
 from workbench.errors import BadInput, RewardError
+from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.spec import Model
+from workbench.support.calls.needs import gives_notes
 from workbench.support.calls.pickling import name_of
+from workbench.support.named_fields import meant
 from workbench.workers.failures import Status, failed_rows
+from workbench.workers.judge import JudgedRows, JudgeEngine
+from workbench.workers.score_columns import STEP_ENDS, reported, step_ends, steps_of, total, weighted, zero_failed
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
@@ -37,9 +45,36 @@ def components_of(function: Any) -> Components:
     return {name: one if isinstance(one, tuple) else (one, 1.0) for name, one in function.items()}
 
 
+def weights_in_effect(function: Any, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """The weight of each component by name; empty for one function, and for a model. weights: of `compute_reward`."""
+    given = {name: weight for name, (_, weight) in components_of(function).items() if name}
+    return {**given, **(weights or {})}
+
+
+def check_weights(arguments: Mapping[str, Any], model: Model) -> None:
+    """Raise `BadInput` for weights of other components than those of the function, or of the role's own."""
+    if (weights := arguments.get("weights")) is None:
+        return
+    known = list(weights_in_effect(arguments["function"], None))
+    what = f"reward weights {shown(dict(weights))}"
+    if not known:
+        remedy = 'give functions by name, {"right": right, "format": tidy}, or weights=None'
+        raise BadInput(what, "the reward has no components", remedy)
+    for name in weights:
+        if name not in known:
+            rule = f"the components of the reward are {', '.join(known)}"
+            raise BadInput(what, rule, meant(name, known, repr) or "give weights of these, or None")
+
+
 def component_columns(column: str, function: Any) -> tuple[str, ...]:
     """The columns of components, beside that of their sum."""
     return tuple(f"{column}/{name}" for name in components_of(function) if name)
+
+
+def notes_columns(column: str, function: Any) -> tuple[str, ...]:
+    """The column of text in which functions say why they gave a score, where one of them does."""
+    given = any(gives_notes(one) for one, _ in components_of(function).values())
+    return (f"{column}_notes",) if given else ()
 
 
 def check_same_components(column: str, function: Any, columns: Collection[str]) -> None:
@@ -63,16 +98,20 @@ def check_same_components(column: str, function: Any, columns: Collection[str]) 
 
 
 def row_numbers(only: Any) -> list[int] | None:
-    """The row numbers that a user gives as `only`: a frame of `batch.failed()`, or numbers; None: all rows."""
+    """The row numbers that a user gives as `only`: a frame of `batch.failed()`, where no row failed an empty one, or
+    numbers; None: all rows."""
     if only is None:
         return None
+    none_failed = False
     try:
-        numbers = [int(row) for row in (only["row"] if hasattr(only, "columns") else only) if row == int(row)]
+        given = only["row"] if hasattr(only, "columns") else only
+        numbers = [int(row) for row in given if row == int(row)]
+        none_failed = given is not only and not len(given)
     except (TypeError, ValueError, KeyError):
         numbers = []
-    if not numbers or min(numbers) < 0:
+    if min(numbers, default=0 if none_failed else -1) < 0:
         raise BadInput(
-            f"only={only!r:.60}", "the rows to ask: a frame of batch.failed(), or one or more row numbers",
+            f"only={shown(only)}", "the rows to ask: a frame of batch.failed(), or one or more row numbers",
             "write only=batch.failed(), or only=[0]",
         )  # fmt: skip
     return numbers
@@ -82,7 +121,7 @@ def row_numbers(only: Any) -> list[int] | None:
 class Scoring:
     """One call of `compute_reward` or `compute_cost` with functions, on one rank.
 
-    stage, column: its name, and the column that it writes. asking: how functions are asked. only: see
+    stage, column: its name, and the column that it writes. asking: how functions are asked. only, steps: see
     `compute_reward`. most_failed: the share of the batch's rows.
     """
 
@@ -97,6 +136,8 @@ class Scoring:
     retries: int
     most_failed: float
     only: Any
+    steps: str | bool = False
+    judge: JudgeEngine | None = None
 
     def output(self) -> Output:
         """The columns of all rows: asked now, or as they were."""
@@ -104,7 +145,7 @@ class Scoring:
         numbers, only = batch.rows.tolist(), row_numbers(self.only)
         replicas = context.layout.p * context.layout.t
         total = int(context.communicator.all_reduce(torch.tensor([len(batch)])).item()) // replicas
-        if only is not None and max(only) >= total:
+        if only and max(only) >= total:
             raise BadInput(f"only=[..., {max(only)}]", f"the batch has rows 0 to {total - 1}", "only=batch.failed()")
         status = Status(batch)
         without = status.failed_in(GENERATED)  # there is no whole response to score
@@ -119,19 +160,29 @@ class Scoring:
             for i, error in failed.items():
                 told[i][name or name_of(self.components[name][0])] = error
         for i, of_row in told.items():
-            status.note(self.stage, i, {name: error.what for name, error in of_row.items()})
+            status.note(self.stage, i, of_row)
         right = [not (w or f) for w, f in zip(without, status.failed_in(self.stage), strict=True)]
         columns = self._columns(asked, scores, several, right)
         columns |= status.columns()
+        for said in notes_columns(self.column, self.components):
+            columns[said] = self._notes(said, asked, scores)
+        if self.steps:
+            before = batch.columns.get(STEP_ENDS) if only is not None else None
+            columns[STEP_ENDS] = step_ends(batch, asked, list(scores.values()), before)
+        elif STEP_ENDS in batch.columns and only is None:  # of the rewards of before: now each token is a step
+            ends = batch.ragged(STEP_ENDS)
+            columns[STEP_ENDS] = ends.like(torch.ones_like(ends.values))
         metrics, report = failed_rows(
             {i: next(iter(found.values())) for i, found in told.items() if found}, numbers, self.most_failed
         )  # fmt: skip
         notes: tuple[str, ...] = ()
         if only is not None and (left := sum(w and f for w, f in zip(wanted, without, strict=True))):
             notes = (f"{left} rows of only= have no whole response, since {GENERATED} failed: they stay as they are",)
-        return Output(
-            columns=columns, metrics={**metrics, **self._means(columns)}, failed=report, notes=notes
-        )  # fmt: skip
+        valid = columns["valid"]
+        assert isinstance(valid, Tensor)
+        told_of = reported(self.column, columns[self.column], valid, batch)
+        told_of["metrics"] = {**metrics, **told_of["metrics"], **self._means(columns, valid)}
+        return Output(columns=columns, failed=report, notes=notes, **told_of)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -152,6 +203,10 @@ class Scoring:
         numbers = self.batch.rows.tolist()
         try:
             with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
+                judged: JudgedRows | None = None
+                if self.judge is not None:
+                    of_asked = {i: rows[i] for i in asked}
+                    judged = JudgedRows(self.judge, of_asked, lambda what, i: row_error(what, numbers[i], where))
                 for k, (name, (function, _)) in enumerate(self.components.items()):
 
                     def tick(ended: int, k: int = k) -> None:
@@ -165,13 +220,12 @@ class Scoring:
                     if over_of(function) is not None:
                         shared += self._ask_groups(name, function, everywhere, asking, where)
                     elif asked:
-                        found, failures = score_rows(
-                            function, [rows[i] for i in asked], [tokens[i] for i in asked], asking=asking, where=where,
-                            row_numbers=[numbers[i] for i in asked],
-                        )  # fmt: skip
-                        scores[name] = {i: one for i, one in zip(asked, found, strict=True) if one is not None}
-                        errors[name] = {asked[i]: error for i, error in failures.items()}
-                        if len(failures) > asking.most:  # the stage fails: no call is paid for in vain
+                        ask = partial(self._ask_rows, function, rows, tokens, where)
+                        if judged is not None and asks_for(function, JUDGEMENT):
+                            scores[name], errors[name] = judged.scores(function, ask, asking)
+                        else:
+                            scores[name], errors[name] = ask(asked, asking)
+                        if len(errors[name]) > asking.most:  # the stage fails: no call is paid for in vain
                             break
         finally:
             kinds = self._share(shared, scores, errors, asked, where, stay)
@@ -179,13 +233,23 @@ class Scoring:
         for name in self.components:
             for i in asked:
                 if i not in scores[name] and i not in errors[name]:
-                    error = RewardError(f"reward function {name} {NOT_ASKED} for row {numbers[i]} on {where}")
-                    error.what = NOT_ASKED
-                    errors[name][i] = error
+                    errors[name][i] = row_error(NOT_ASKED, numbers[i], where)
         return scores, errors, several
 
-    def _rows(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """What a function may be given of each row, and the tokens of its response."""
+    def _ask_rows(
+        self, function: RewardFunction, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps], where: str,
+        called: Sequence[int], asking: Asking,
+    ) -> tuple[dict[int, Score], dict[int, RewardError]]:  # fmt: skip
+        """The scores of a function, and its errors, by row."""
+        found, failures = score_rows(
+            function, [rows[i] for i in called], [tokens[i] for i in called], asking=asking, where=where,
+            row_numbers=[int(self.batch.rows[i]) for i in called],
+        )  # fmt: skip
+        scores = {i: one for i, one in zip(called, found, strict=True) if one is not None}
+        return scores, {called[k]: error for k, error in failures.items()}
+
+    def _rows(self) -> tuple[list[dict[str, Any]], list[int | Steps]]:
+        """What a function may be given of each row, and the tokens of its response, or its steps."""
         batch = self.batch
         responses = batch.ragged("response_ids").rows()
         given = "environment_rewards" in batch.columns
@@ -204,11 +268,17 @@ class Scoring:
             if "response_ids" in asked:
                 row["response_ids"] = response.tolist()
             rows.append(row)
-        return rows, [len(response) for response in responses]
+        tokens = [len(response) for response in responses]
+        if not isinstance(self.steps, str):
+            return rows, [Steps(count, None) for count in tokens] if self.steps else list(tokens)
+        steps = steps_of(batch, self.tokenizer, self.steps)
+        for row, (_, of_row) in zip(rows, steps, strict=True):
+            row["steps"] = of_row
+        return rows, [Steps(count, ends) for count, (ends, _) in zip(tokens, steps, strict=True)]
 
     def _everywhere(
-        self, rows: Sequence[Any], tokens: Sequence[int], asked: Collection[int], whole: Sequence[int]
-    ) -> list[tuple[int, int, bool, Any, int]]:
+        self, rows: Sequence[Any], tokens: Sequence[int | Steps], asked: Collection[int], whole: Sequence[int]
+    ) -> list[tuple[int, int, bool, Any, int | Steps]]:
         """(number, prompt, whether it is asked, what a function is given, tokens) of the rows of all ranks, in order,
         where a function is called with rows of several ranks."""
         if not any(over_of(function) for function, _ in self.components.values()):
@@ -221,11 +291,11 @@ class Scoring:
         return [row for _, row in sorted({row[0]: row for row in found}.items())]
 
     def _ask_groups(
-        self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int]],
+        self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int | Steps]],
         asking: Asking, where: str,
     ) -> list[tuple[str, int, Score | None, Told | None]]:  # fmt: skip
         """This rank's share of the calls with rows of several ranks: (component, row, score, error)."""
-        groups: dict[int, list[tuple[int, int, bool, Any, int]]] = {}
+        groups: dict[int, list[tuple[int, int, bool, Any, int | Steps]]] = {}
         for row in everywhere:
             groups.setdefault(row[1] if over_of(function) == "group" else 0, []).append(row)
         communicator = self.context.communicator
@@ -278,7 +348,7 @@ class Scoring:
                 i, score = next(iter(scores[name].items()), (0, None))
                 function = name_of(self.components[name][0])
                 raise RewardError(
-                    f"reward function {function} returned {score!r:.60} for row {self.batch.rows[i]} on {where}, "
+                    f"reward function {function} returned {shown(score)} for row {self.batch.rows[i]} on {where}, "
                     f"but {'one number' if isinstance(score, list) else 'several'} a row "
                     f"{'on another rank' if self.only is None else f'are in column {self._name(name)!r}'}"
                     if scores[name] else f"reward function {function} returned one number a row, and several",
@@ -304,10 +374,22 @@ class Scoring:
         """The column of each component, and that of their weighted sum, which is 0 for rows that failed."""
         parts = {name: self._column(name, asked, found, several[name]) for name, found in scores.items()}
         if "" in parts:
-            return {self.column: _zero(parts[""], right)}
+            return {self.column: zero_failed(parts[""], right)}
         weights = [weight for _, weight in self.components.values()]
         whole = weighted(list(parts.values()), weights, self.batch.columns.get("response_mask"))
-        return {self.column: _zero(whole, right), **{self._name(name): part for name, part in parts.items()}}
+        return {self.column: zero_failed(whole, right), **{self._name(name): part for name, part in parts.items()}}
+
+    def _notes(self, column: str, asked: Sequence[int], scores: Mapping[str, Mapping[int, Score]]) -> list[str]:
+        """What functions said of their scores, a line each."""
+        before = self.batch.columns.get(column) if self.only is not None else None
+        told = list(before) if isinstance(before, list) else [""] * len(self.batch)
+        for i in asked:
+            found = {name: of_rows.get(i) for name, of_rows in scores.items()}
+            lines = [
+                f"{name}: {one.note}" if name else one.note for name, one in found.items() if isinstance(one, Noted)
+            ]
+            told[i] = "\n".join(lines)
+        return told
 
     def _column(self, name: str, asked: Sequence[int], found: Mapping[int, Score], several: bool) -> ColumnValues:
         batch, before = self.batch, self._before(name)
@@ -329,59 +411,17 @@ class Scoring:
             column_BT = column_BT.like(torch.where(mask, column_BT.values, 0.0))
         return column_BT
 
-    def _means(self, columns: Table) -> Metrics:
-        """The mean score of the valid rows, and of each component."""
-        valid = columns["valid"]
-        assert isinstance(valid, Tensor)
+    def _means(self, columns: Table, valid: Tensor) -> Metrics:
+        """The mean score of each component, over the valid rows."""
         return {
-            f"{name}/mean": Mean(total=_total(column, valid), count=int(valid.sum()))
+            f"{name}/mean": Mean(total=total(column, valid), count=int(valid.sum()))
             for name, column in columns.items()
-            if name not in STATUS
+            if name not in (*STATUS, self.column) and not isinstance(column, list)
         }
 
 
-def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None) -> ColumnValues:
-    """The weighted sum of columns of scores. Where some have a number a token, so has the sum, and a number a row
-    stands on the row's last token of the policy. mask: `response_mask`; None: all tokens are the policy's."""
-    first = next((part for part in parts if isinstance(part, Ragged)), None)
-    if first is not None:
-        parts = [part if isinstance(part, Ragged) else _at_last_token(part, first, mask) for part in parts]
-    values = [part.values if isinstance(part, Ragged) else part for part in parts]
-    total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
-    whole = total.sum(0).float()
-    return whole if first is None else first.like(whole)
-
-
-def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None) -> Ragged:
-    """One number a row as numbers a token, 0 but at the last token of the policy. A row without such a token has no
-    place for its number, as in `workbench.objectives.estimators.token_rewards`."""
-    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
-    row_of_token = torch.repeat_interleave(torch.arange(len(like)), like.lengths)[chosen]
-    last = torch.full((len(like),), -1).scatter_reduce(0, row_of_token, chosen.nonzero()[:, 0], "amax")
-    values, placed = torch.zeros(len(like.values)), last >= 0
-    values[last[placed]] = torch.as_tensor(scores).float()[placed]
-    return like.like(values)
-
-
-def total_of(
-    column: str, parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None, valid: Tensor
-) -> dict[str, Any]:
-    """The columns and metrics of a weighted sum, see `weighted`."""
-    whole = _zero(weighted(parts, weights, mask), valid.tolist())
-    return {
-        "columns": {column: whole},
-        "metrics": {f"{column}/mean": Mean(total=_total(whole, valid), count=int(valid.sum()))},
-    }
-
-
-def _zero(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
-    keep = torch.tensor(list(right), dtype=torch.bool)
-    if isinstance(column, Ragged):
-        return column.like(torch.where(torch.repeat_interleave(keep, column.lengths), column.values, 0.0))
-    return torch.where(keep, torch.as_tensor(column), 0.0)
-
-
-def _total(column: ColumnValues, valid: Tensor) -> float:
-    if isinstance(column, Ragged):
-        return float(column.values[torch.repeat_interleave(valid, column.lengths)].sum())
-    return float(torch.as_tensor(column)[valid].sum())
+def row_error(what: str, row: int, where: str) -> RewardError:
+    """Why a row has no score of a function that was not called with it."""
+    error = RewardError(f"row {row} on {where}: {what}")
+    error.what = what
+    return error

@@ -23,6 +23,8 @@ from workbench.batches.carrier import (
 )
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Pull, inherited
+from workbench.batches.schema import SCHEMA
+from workbench.batches.schema_check import is_plainly_right
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder
@@ -38,14 +40,16 @@ class Peers(Protocol):
 
 
 class _Shard(NamedTuple):
-    """Its bytes are counted once: an iteration asks for the sum over all shards."""
+    """Its bytes are counted once: an iteration asks for the sum over all shards. right: columns that were compared with
+    their schema when they were put, or the stage that made them ended, so that the stages that read them need not."""
 
     columns: TensorDict
     nbytes: int
+    right: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, columns: TensorDict) -> _Shard:
-        return cls(columns, carried_bytes(columns))
+    def of(cls, columns: TensorDict, right: frozenset[str] = frozenset()) -> _Shard:
+        return cls(columns, carried_bytes(columns), right)
 
 
 class Shards:
@@ -56,17 +60,19 @@ class Shards:
         self._shards: dict[str, _Shard] = {}
         self._lock = threading.Lock()
 
-    def _keep(self, columns: Table, call: Call) -> Table:
+    def _keep(self, columns: Table, call: Call, right: frozenset[str]) -> Table:
         for name, column in columns.items():
             _check_column(name, column, call)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = _Shard.of(carry(columns))
+                self._shards[call.key] = _Shard.of(carry(columns), right)
         return columns
 
-    def _pull(self, call: Call, counted: Any) -> Table:
+    def _pull(self, call: Call, counted: Any) -> tuple[Table, set[str]]:
+        """A call's columns, and those of them that are known to hold what their schema says."""
         assert call.rows is not None
         pulled: Table = {}
+        right: set[str] = set()
         for names, pulls in call.pulls:
             parts = []
             for pull in pulls:
@@ -77,7 +83,16 @@ class Shards:
             if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
                 columns = own_copy(columns)  # a worker may write into its columns; a batch never changes
             pulled |= columns
-        return pulled
+            right |= set(names).intersection(*map(self._right, pulls))
+        return pulled, right
+
+    def _right(self, pull: Pull) -> frozenset[str]:
+        """Columns of a shard that are known to hold what their schema says. One that was renamed has another."""
+        if pull.name or not self._is_here(pull):
+            return frozenset()
+        with self._lock:
+            shard = self._shards.get(pull.shard.key)
+        return frozenset() if shard is None else shard.right
 
     def _is_here(self, pull: Pull) -> bool:
         return pull.shard.host == self.info.name
@@ -115,8 +130,11 @@ class Shards:
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""
+        columns = from_wire(wire)
+        schemas = {name: (column, SCHEMA[name]) for name, column in columns_of(columns).items() if name in SCHEMA}
+        right = frozenset(name for name, checked in schemas.items() if is_plainly_right(*checked))
         with self._lock:
-            self._shards[key] = _Shard.of(from_wire(wire))
+            self._shards[key] = _Shard.of(columns, right)
 
     def release(self, keys: Collection[str]) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from workbench.errors.containing import Signal
 from workbench.messages.metrics import Metric
 from workbench.messages.replies import UpdatePart
 
@@ -25,8 +26,8 @@ from workbench.messages.replies import UpdatePart
 PATIENCE_S = 20.0
 
 
-class StageStopped(BaseException):
-    """Raised at a stopping point. A `BaseException`, which workers' own handlers of errors let through."""
+class StageStopped(Signal):
+    """Raised at a stopping point; workers' own handlers of errors let it through."""
 
     def __init__(self, part: UpdatePart) -> None:
         super().__init__(f"after optimizer step {part.steps} of {part.of}" if part.of else "as before the stage")

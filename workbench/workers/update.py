@@ -133,12 +133,17 @@ class Update:
             if report.skipped:
                 why = "" if math.isfinite(share.total) else seen.first_not_finite()
                 why = why or f"the gradient is not finite, first that of {report.culprit or 'some weight'}"
+                if report.loss_scale is not None:
+                    why += f"; the loss scale was {report.loss_scale:g}, and is halved"
                 notes.append(f"optimizer step {number + 1} of {count}, epoch {epoch + 1}, was skipped: {why}")
             # each replica holds its share of one global loss: the shares add up, the count is one a step
             of_step["loss"] = Mean(total=share.total, count=1 / self.context.groups.data.world_size)
-            of_step["grad_norm"] = Mean(total=report.grad_norm, count=1)
+            if not report.skipped:  # else it is not finite
+                of_step["grad_norm"] = Mean(total=report.grad_norm, count=1)
             of_step["skipped/fraction"] = Mean(total=float(report.skipped), count=1)
             of_step["learning_rate"] = Mean(total=report.learning_rate, count=1)
+            if report.loss_scale is not None:
+                of_step["loss_scale"] = Mean(total=report.loss_scale, count=1)
             if step == 0:
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)

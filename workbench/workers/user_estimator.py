@@ -82,7 +82,7 @@ def estimated(
     get 0.
     """
     mask = batch.ragged("response_mask")
-    rows_N = torch.cat(communicator.all_gather(torch.as_tensor(batch.rows)))
+    rows_N = communicator.gathered(torch.as_tensor(batch.rows))
     order = torch.argsort(rows_N)
     order = order[_gathered(valid_B, communicator)[order]]
     if not len(order):
@@ -95,7 +95,7 @@ def estimated(
             rows = [row for part in communicator.all_gather(data) for row in pickle.loads(part.numpy().tobytes())]
             return [rows[i] for i in order.tolist()]
         if isinstance(column, Ragged):
-            lengths = torch.cat(communicator.all_gather(column.lengths))
+            lengths = communicator.gathered(column.lengths)
             return Ragged(_gathered(column.values, communicator), lengths).take(order.tolist())
         return _gathered(column, communicator)[order]
 
@@ -134,7 +134,7 @@ def estimated(
 def _gathered(values: Tensor, communicator: Communicator) -> Tensor:
     """Of all ranks, one after the other; torch's collectives do not all know bool."""
     sent = values.to(torch.uint8) if values.dtype == torch.bool else values
-    return torch.cat(communicator.all_gather(sent)).to(values.dtype)
+    return communicator.gathered(sent).to(values.dtype)
 
 
 def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: Tensor) -> Tensor:

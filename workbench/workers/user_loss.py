@@ -24,8 +24,9 @@ from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.data.user_functions import parameters_of
 from workbench.errors import BadInput, StageError
+from workbench.errors.containing import passes
 from workbench.errors.frames import is_users
-from workbench.errors.plain_text import plain_text
+from workbench.errors.plain_text import said, shown
 from workbench.messages.metrics import Mean
 from workbench.models.packing import to_device
 from workbench.support.calls.pickling import by_value, name_of
@@ -87,7 +88,7 @@ def check_function(argument: str, function: UserFunction, written: str, one_of: 
         by_value(function)
     except Exception as error:
         raise BadInput(
-            f"{what} cannot be sent to workers: {plain_text(str(error), 200)}",
+            f"{what} cannot be sent to workers: {said(error, 200)}",
             "it runs in the workers' processes, with copies of what it reads from the notebook",
             "give it numbers, texts and tensors; make anything else inside it",
         ) from error
@@ -127,15 +128,21 @@ class TokenFunction:
 
     def of(self, micro: MicroBatch, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token [B, R], and metrics. given: what it may ask for beside columns, response numbers
-        among them [B, R]; they come before columns of the same name."""
+        among them [B, R, ...]; they come before columns of the same name."""
         return self._called(micro.index, micro.targets.device, micro.column_BR, given)
 
-    def rehearse(self, gradients: Collection[str], given: Mapping[str, Ragged] = MappingProxyType({})) -> None:
+    def rehearse(
+        self,
+        gradients: Collection[str],
+        given: Mapping[str, Ragged] = MappingProxyType({}),
+        of_model: Callable[[Tensor], Mapping[str, Any]] = lambda inside_BR: {},
+    ) -> None:
         """Call it once with the first two rows that have a token inside the mask, before any pass, so that a mistake in
         it is an error on every rank at once. Without such a row it is not called.
 
         gradients: the names of what has a gradient; it gets numbers near those of the update, or zeros. given: columns
-        that have another name for it.
+        that have another name for it. of_model: from the mask [B, R], other things that stand in for what the model
+        gives.
         """
         index = self.mask.pad().bool().any(-1).nonzero()[:2, 0].tolist()
         if not index:
@@ -148,6 +155,7 @@ class TokenFunction:
             values[name] = known.detach().clone().requires_grad_()
         if near is None and "log_prob" in values:
             values["old_log_prob"] = values["log_prob"].detach()
+        values |= of_model(self.mask.take(index).pad().bool())
         with torch.enable_grad():
             self._called(index, torch.device("cpu"), lambda column: column.take(index).pad(), values)
 
@@ -163,7 +171,8 @@ class TokenFunction:
         for name in Asked.by(self.function).names:
             column = self.columns.get(name)
             if name in given:
-                asked[name] = selected(given[name], inside_BR)
+                value = given[name]
+                asked[name] = selected(value, inside_BR) if isinstance(value, Tensor) else value
             elif name == "mask" or column is None:
                 continue
             elif isinstance(column, list):
@@ -179,8 +188,9 @@ class TokenFunction:
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
-    """Numbers inside the mask, and 0 outside; whole numbers, such as token ids, stay."""
-    return torch.where(inside_BR, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
+    """Numbers [B, R, ...] inside the mask, and 0 outside; whole numbers, such as token ids, stay."""
+    inside = inside_BR.view(*inside_BR.shape, *(1 for _ in x_BR.shape[2:]))
+    return torch.where(inside, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
 
 
 def call(argument: str, function: UserFunction, values: Mapping[str, Any], remedy: str = TRY_IT) -> Any:
@@ -190,7 +200,9 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any], remed
         return called(function, values)
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if passes(error):
+            raise
         raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", remedy) from error
 
 
@@ -199,14 +211,14 @@ def called(function: UserFunction, values: Mapping[str, Any]) -> Any:
     return function(**{name: values[name] for name in Asked.by(function).names if name in values})
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """An exception of a user's function in words, with its last line of the user's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    said = plain_text(f"{type(error).__name__}: {error}", 400)
+    words = f"{type(error).__name__}: {said(error, 400)}"
     if not frames:
-        return said
+        return words
     last = frames[-1]
-    return f"{said}, in line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")
+    return f"{words}, in line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")
 
 
 def checked_loss(
@@ -271,7 +283,7 @@ def kind_of(value: Any) -> str:
     """What a function has returned, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {value!r:.60}"
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def reported(micro: MicroBatch, values: Tensor, mask_BR: Tensor) -> OnDevice:

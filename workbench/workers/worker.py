@@ -16,6 +16,7 @@ from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
+from workbench.settings.engines import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
@@ -150,6 +151,10 @@ class Worker:
     def change(self, spec: Model) -> None:
         """Go on as another model of the same weights: of an actor, one that generates or does not."""
         self.spec = spec
+
+    def retrain(self, training: Training) -> None:
+        """Train as other settings of the same engine say, from the next optimizer step on."""
+        self.spec = self.spec.changed(training=training)
 
     def close(self) -> None:
         """Free its memory."""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, tiny_lab
+from tests.expected import expect_error
 from workbench.errors import BadInput, NameTaken, NotFound
 from workbench.models import load_tokenizer
 from workbench.session.checkpoint import find_checkpoint
@@ -119,9 +120,11 @@ def test_a_resumed_program_leaves_out_what_was_done(run: Uninterrupted, tmp_path
     assert program(resume=run.folder / "three") == ([2], run.metrics[1:])
     with tiny_lab("saved", tmp_path, backend="inline", resume=run.folder / "three") as lab:
         for line in (lambda: lab.prompts.next(4), lambda: lab.critic.update_critic(lab.put({"x": [1]}))):
-            with pytest.raises(BadInput, match=r"resumed after 3 iterations, of which 3 come here.*lab.iterations"):
+            with expect_error(
+                BadInput, value="resumed after 3 iterations, of which 3 come here", rule="lab.iterations"
+            ):
                 line()
-        with pytest.raises(BadInput, match=r"refresh_reference\(\) in a run that is resumed"):
+        with expect_error(BadInput, value=r"refresh_reference\(\) in a run that is resumed"):
             lab.refresh_reference()
         assert lab.check("ratio").ok  # puts everything back
         ppo = ppo_of(lab)
@@ -132,7 +135,7 @@ def test_a_resumed_program_leaves_out_what_was_done(run: Uninterrupted, tmp_path
         del expected["generate_sequences/sync_gap/mean"]  # the check has had the engine synced
         assert found == expected  # nothing that was refused has drawn prompts
         ppo.iterate()
-        with pytest.raises(BadInput, match=r"turn 2 of lab.iterations\(2\) began 2 iterations"):
+        with expect_error(BadInput, value=r"turn 2 of lab.iterations\(2\) began 2 iterations"):
             next(turns)
 
 
@@ -189,10 +192,11 @@ def test_a_reward_that_draws_goes_on_drawing(tmp_path: Path) -> None:
         batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=2)
         lab.save(tmp_path / "one", models=False)
         batch.save(tmp_path / "batch.safetensors")
-        expected = lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"]
+        expected = lab.reward.compute_reward(batch, concurrency=1).fetch(["rewards"])["rewards"]
     random.seed(1)
     with wb.restore(tmp_path / "one", name="again", runs=tmp_path) as lab:
-        found = lab.reward.compute_reward(lab.load(tmp_path / "batch.safetensors")).fetch(["rewards"])["rewards"]
+        batch = lab.load(tmp_path / "batch.safetensors")
+        found = lab.reward.compute_reward(batch, concurrency=1).fetch(["rewards"])["rewards"]
     assert torch.equal(found, expected)
 
 
@@ -206,7 +210,7 @@ def test_an_adapter_goes_on(tmp_path: Path) -> None:
     with wb.restore(saved.folder, name="again", runs=tmp_path) as lab:
         assert ppo_of(lab).iterate() == expected
     adapted = wb.Model(TINY, adapter=wb.LoRA(rank=4))
-    with pytest.raises(BadInput, match="declare the model that was saved"):
+    with expect_error(BadInput, remedy="declare the model that was saved"):
         wb.restore(saved.folder, name="other", runs=tmp_path, models={**models, "actor": adapted})
 
 
@@ -229,26 +233,26 @@ def test_a_refreshed_reference_is_saved(tmp_path: Path) -> None:
 
 
 def test_bad_input(run: Uninterrupted, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"no checkpoint in .*nowhere.*there is no such folder"):
+    with expect_error(NotFound, value="no checkpoint in .*nowhere", rule="there is no such folder"):
         wb.restore(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match=r"wb.restore\(..., colour=\).*takes arguments of wb.open"):
+    with expect_error(BadInput, value=r"wb.restore\(..., colour=\)", rule="takes arguments of wb.open"):
         wb.restore(run.folder / "two", colour="red")
-    with pytest.raises(BadInput, match=r"role 'critic' of <Checkpoint.*has actor"):
+    with expect_error(BadInput, value="role 'critic' of <Checkpoint", rule="has actor"):
         tiny_lab("x", tmp_path, backend="inline", models={"actor": TINY}, resume=run.folder / "two")
-    with pytest.raises(BadInput, match=r"role 'reward'.*of another kind"):
+    with expect_error(BadInput, value="role 'reward'", rule="of another kind"):
         tiny_lab("x", tmp_path, backend="inline", models={"actor": TINY, "critic": TINY, "reference": TINY,
                  "reward": TINY}, resume=run.folder / "two").close()  # fmt: skip
-    with pytest.raises(BadInput, match=r"prompts differ in"):
+    with expect_error(BadInput, value="prompts differ in"):
         tiny_lab("x", tmp_path, backend="inline", prompts=["a", "b"], resume=run.folder / "two")
     assert "x" not in [lab["name"] for lab in wb.ls()]
     with tiny_lab("x", tmp_path, backend="inline") as lab:
-        with pytest.raises(BadInput, match=r"holds something.*new or empty folder"):
+        with expect_error(BadInput, value="holds something", rule="new or empty folder"):
             lab.save(run.folder / "two")
-        with pytest.raises(BadInput, match=r"inside lab.kept"), lab.kept("actor"):
+        with expect_error(BadInput, value="inside lab.kept"), lab.kept("actor"):
             lab.save(tmp_path / "in")
-        with pytest.raises(BadInput, match=r"autosave\(keep\)"):
+        with expect_error(BadInput, value=r"autosave\(keep\)"):
             lab.autosave(keep=0)
-        with pytest.raises(NameTaken, match=r"not put back to a checkpoint"):
+        with expect_error(NameTaken, rule="not put back to a checkpoint"):
             tiny_lab("x", tmp_path, backend="inline", resume=run.folder / "two", if_exists="attach")
 
 
@@ -260,14 +264,14 @@ def test_damage_is_found_before_anything_is_opened(run: Uninterrupted, tmp_path:
     text = bytearray(file.read_bytes())
     text[-3] ^= 1
     file.write_bytes(text)
-    with pytest.raises(BadInput, match=r"exp_avg-00000.safetensors has \d+ bytes with another checksum"):
+    with expect_error(BadInput, value=r"exp_avg-00000.safetensors has \d+ bytes with another checksum"):
         wb.restore(copy, name="again", runs=tmp_path)
     file.unlink()
-    with pytest.raises(BadInput, match=r"exp_avg-00000.safetensors is gone"):
+    with expect_error(BadInput, value="exp_avg-00000.safetensors is gone"):
         wb.restore(copy, name="again", runs=tmp_path)
     values = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**values, "format": 99}))
-    with pytest.raises(BadInput, match=r"has format 99.*reads 3"):
+    with expect_error(BadInput, value="has format 99", rule="reads 3"):
         wb.restore(copy)
 
 
@@ -289,7 +293,7 @@ def test_a_disk_that_is_full_leaves_nothing_and_the_run_goes_on(tmp_path: Path) 
                 os.close(full)
 
         worker.save_model = to_a_full_disk
-        with pytest.raises((StageError, OSError), match="No space left on device"):
+        with expect_error((StageError, OSError), value="No space left on device"):
             lab.save(state)
         assert not state.exists()
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".state")]

@@ -14,6 +14,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, hosts_of
+from tests.expected import expect_error
 from workbench.errors import BadInput, NotFound, WriteFailed
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.files import MANIFEST, Checkpoint
@@ -88,7 +89,7 @@ def test_a_controller_that_the_manifest_does_not_name_is_not_read(copy: Path, tm
     values, made = manifest(copy), tmp_path / "made"
     (copy / CONTROLLER).write_bytes(pickle.dumps(Runs(made)))
     change(copy, {**values, "files": {file: entry for file, entry in values["files"].items() if file != CONTROLLER}})
-    with pytest.raises(BadInput, match=r"does not name the file 'controller.pkl'"):
+    with expect_error(BadInput, value="does not name the file 'controller.pkl'"):
         wb.restore(copy, name="again", runs=tmp_path)
     assert not made.exists()
 
@@ -115,9 +116,9 @@ def test_a_checkpoint_of_somebody_else_runs_no_code_until_it_is_trusted(copy: Pa
     """All hashes fit: only the signature tells that this user has not written it."""
     made = tmp_path / "made"
     change(copy, with_hashes(copy, CONTROLLER, pickle.dumps(Runs(made))), sign=False)
-    with pytest.raises(BadInput, match=r"is not signed by this user.*loading these runs code.*wb trust "):
+    with expect_error(BadInput, value="is not signed by this user", rule="loading these runs code", remedy="wb trust "):
         wb.restore(copy, name="again", runs=tmp_path)
-    with pytest.raises(BadInput, match="is not signed"), open_counting(tmp_path, resume=copy):
+    with expect_error(BadInput, value="is not signed"), open_counting(tmp_path, resume=copy):
         pass
     assert not made.exists()
     find_checkpoint(copy).trust()
@@ -130,7 +131,7 @@ def test_the_key_of_another_user_signs_nothing_here(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "another home"))
-    with pytest.raises(BadInput, match="is not signed by this user: it is signed by another key"):
+    with expect_error(BadInput, value="is not signed by this user: it is signed by another key"):
         find_checkpoint(copy).controller()
     assert "it is signed by another key" in find_checkpoint(copy).described()
     find_checkpoint(copy).trust()
@@ -138,10 +139,10 @@ def test_the_key_of_another_user_signs_nothing_here(
     find_checkpoint(copy).controller()
     values = manifest(copy)
     change(copy, {**values, "name": "another"}, sign=False)
-    with pytest.raises(BadInput, match="it was changed after this user signed it"):
+    with expect_error(BadInput, value="it was changed after this user signed it"):
         find_checkpoint(copy).controller()
     change(copy, {name: value for name, value in values.items() if name != SIGNATURE}, sign=False)
-    with pytest.raises(BadInput, match="it has no signature"):
+    with expect_error(BadInput, value="it has no signature"):
         find_checkpoint(copy).controller()
 
 
@@ -152,14 +153,14 @@ def test_a_pickle_that_is_swapped_after_it_was_checked_is_not_loaded(copy: Path,
     found, made = find_checkpoint(copy), tmp_path / "made"
     found.verify()
     (copy / CONTROLLER).write_bytes(pickle.dumps(Runs(made)))
-    with pytest.raises(BadInput, match=r"controller\.pkl"):
+    with expect_error(BadInput, value=r"controller\.pkl"):
         found.controller()
     (copy / "roles/reward/state-00000.pt").write_bytes(pickle.dumps(Runs(made)))
     states = found.checksums("roles/reward/state-")
     files = RoleFiles(
         role="reward", folder=str(copy / "roles" / "reward"), parts=(), layout=wb.Layout(d=1), states=states
     )
-    with pytest.raises(wb.errors.StageError, match="has another checksum"):
+    with expect_error(wb.errors.StageError, value="has another checksum"):
         read_role(Counting(None, None), files, (), 0, None)  # type: ignore[arg-type]
     assert not made.exists()
 
@@ -196,6 +197,16 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
         "algorithm": {
             "class": "PPO", "iteration": 1, "state": {}, "under_way": True, "last_metrics": {},
             "made": {"x": {"batch": "/etc/passwd"}},
+        },
+    },
+    "waiting rollouts elsewhere": lambda values: {
+        **values,
+        "state": {
+            **values["state"],
+            "buffer": [
+                {"iteration": 1, "stages": [], "made": {"x": {"batch": "/etc/passwd"}}, "metrics": {},
+                 "times_drawn": None},
+            ],
         },
     },
     "algorithm as text": lambda values: {**values, "algorithm": "PPO"},
@@ -291,7 +302,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         lambda: wb.attach("x" * 300),
         lambda: wb.stop("x" * 300),
     ):
-        with pytest.raises(BadInput, match="has at most 100 bytes"):
+        with expect_error(BadInput, rule="has at most 100 bytes"):
             call()
 
 

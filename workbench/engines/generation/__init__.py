@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.engines.generation.base import Ending, GenerationEngine, Rollout
+from workbench.engines.generation.base import Decoding, Ending, GenerationEngine, Response, Rollout
 from workbench.models.lora import LoRA
 from workbench.settings.engines import Generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["VOCABULARY_MULTIPLE", "Ending", "GenerationEngine", "Rollout", "make_generation_engine"]
+__all__ = [
+    "VOCABULARY_MULTIPLE", "Decoding", "Ending", "GenerationEngine", "Response", "Rollout", "make_generation_engine",
+]  # fmt: skip
 
 VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
 """Engine -> what it rounds the vocabulary up to a multiple of, before it cuts it over its tensor ranks."""
@@ -32,13 +34,15 @@ def make_generation_engine(
     sleeps: bool = False,
     cache_bytes: int | None = None,
     lora: LoRA | None = None,
+    float32_head: bool = False,
 ) -> GenerationEngine:
     """The engine that `settings.engine` names, for the model `name`.
 
     trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
     sync moves nothing. None where the trainer's weights are sharded.
     sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU. lora: of the trainer's
-    adapter, where the engine may hold it beside the model.
+    adapter, where the engine may hold it beside the model. float32_head: whether the trainer computes logits in fp32,
+    for a copy that transformers runs.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
@@ -58,9 +62,12 @@ def make_generation_engine(
 
     if trainer is not None:
         stored = {parameter.dtype for parameter in trainer.parameters()}  # of an adapter and what it changes: two
-        autocast = dtype if dtype == torch.bfloat16 and stored != {dtype} else None
+        autocast = dtype if dtype != torch.float32 and stored != {dtype} else None
         return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
     from workbench.models import load_causal_lm
+    from workbench.models.float32_head import compute_in_float32
 
     model = load_causal_lm(name, dtype=dtype, device=device)
+    if float32_head:
+        compute_in_float32(model)
     return TransformersEngine(model, tokenizer, settings, owns_model=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from workbench.engines.generation.endings import Ending, Endings, check_sequence, response_room
+from workbench.engines.generation.endings import Ending, Endings, check_sequence, check_vocabulary, response_room
 from workbench.errors import BadInput
 from workbench.settings.engines import Generation, Sampling
 
@@ -24,16 +25,61 @@ class Rollout:
     """Responses in the order of the prompts; `log_probs[i][t]` belongs to `response_ids[i][t]` (see `Sampling`).
 
     The end-of-sequence token or stop that ended a response is its last part. `endings[i]` is "length" for a response
-    cut at max_new_tokens (or at the model's longest sequence).
+    cut at max_new_tokens (or at the model's longest sequence). `sets[i][t]`: with `Sampling.keep_mask` the tokens that
+    could be drawn in the place of `response_ids[i][t]`, none where all could; else None.
     """
 
     response_ids: list[list[int]]
     log_probs: list[list[float]]
     endings: list[Ending]
+    sets: list[list[Sequence[int]]] | None = None
 
     @property
     def finished(self) -> list[bool]:
         return [ending != "length" for ending in self.endings]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """The response to a row of a `Decoding`; its parts are those of a `Rollout`."""
+
+    row: int
+    ids: list[int]
+    log_probs: list[float]
+    ending: Ending
+    sets: list[Sequence[int]]
+
+
+class Decoding(ABC):
+    """Rows that are decoded together: each ends by itself, and others may be added at any time.
+
+    open: rows that were added and have not ended. tokens: made so far, in all rows.
+    """
+
+    open: int
+    tokens: int
+
+    def __init__(self, settings: Generation, vocab_size: int, ends: Endings) -> None:
+        self._settings, self._vocab_size, self._ends, self.tokens = settings, vocab_size, ends, 0
+
+    def add(
+        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, stop: tuple[str, ...] | None = None
+    ) -> None:
+        """Add a row, under a number that none of the open ones has. Raises `BadInput` for a prompt that cannot be.
+
+        What it draws depends on its prompt and its `seed`, not on when it comes. room: most tokens of the response.
+        stop: strings that end it, in place of those of `Sampling`.
+        """
+        room = response_room(row, prompt_ids, room, self._settings, self._vocab_size)
+        self._add(row, prompt_ids, seed, room, self._ends if stop is None else self._ends.with_strings(stop))
+
+    @abstractmethod
+    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+        """`add` of a row that is checked. ends: what ends it; its token ids are those of all rows."""
+
+    @abstractmethod
+    def step(self) -> list[Response]:
+        """Make the next token of the rows that are decoded; the responses that have ended with it."""
 
 
 class GenerationEngine(ABC):
@@ -54,19 +100,39 @@ class GenerationEngine(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         progress: Progress | None = None,
-        room: Sequence[int] | None = None,
-        *,
-        continued: bool = False,
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
 
-        room: most tokens of each response, where `sampling.max_new_tokens` is too many. continued: the prompts continue
-        prompts and responses of the call before, whose computation may be used again.
+        Where `progress` raises, all rows are given up.
+        """
+        if len(seeds) != len(prompt_ids):
+            raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
+        made: dict[int, Response] = {}
+        with self.decoding(sampling) as decoding:
+            for row, (ids, seed) in enumerate(zip(prompt_ids, seeds, strict=True)):
+                decoding.add(row, ids, seed, sampling.max_new_tokens)
+            while decoding.open:
+                made.update((response.row, response) for response in decoding.step())
+                if progress is not None:
+                    progress(len(made), len(prompt_ids), decoding.tokens)
+        responses = [made[row] for row in range(len(prompt_ids))]
+        return Rollout(
+            response_ids=[response.ids for response in responses],
+            log_probs=[response.log_probs for response in responses],
+            endings=[response.ending for response in responses],
+            sets=[response.sets for response in responses] if sampling.keeps_mask else None,
+        )
+
+    def decoding(self, sampling: Sampling) -> AbstractContextManager[Decoding]:
+        """Decode rows that are not all known beforehand; at the end, those that are open are given up.
+
+        What is computed for a row may be used again for one that continues it. Every rank of a tensor group adds the
+        same rows, before the same steps.
         """
         self._require_weights()
-        most = response_room(prompt_ids, sampling, seeds, self._settings, self._vocab_size, room)
-        ends = Endings(self._tokenizer, sampling, self._end_ids)
-        return self._generate(prompt_ids, sampling, seeds, progress, most, ends, continued=continued)
+        if sampling.token_ids:
+            check_vocabulary(sampling.token_ids, self._vocab_size, "stop_token_ids or logit_bias")
+        return self._decoding(sampling, Endings(self._tokenizer, sampling, self._end_ids))
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
@@ -75,18 +141,8 @@ class GenerationEngine(ABC):
         return self._log_probs(token_ids)
 
     @abstractmethod
-    def _generate(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        progress: Progress | None,
-        room: Sequence[int],
-        ends: Endings,
-        *,
-        continued: bool,
-    ) -> Rollout:
-        """`generate` with arguments that are checked. room: of each response."""
+    def _decoding(self, sampling: Sampling, ends: Endings) -> AbstractContextManager[Decoding]:
+        """`decoding` of an engine that has its weights."""
 
     @abstractmethod
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:

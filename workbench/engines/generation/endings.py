@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
@@ -16,31 +17,18 @@ if TYPE_CHECKING:
 Ending = Literal["eos", "stop", "length"]
 
 
-def response_room(
-    prompt_ids: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seeds: Sequence[int],
-    settings: Generation,
-    vocab_size: int,
-    room: Sequence[int] | None = None,
-) -> list[int]:
-    """Most tokens of each response. Raises `BadInput`, naming the row, before any work is done."""
-    if len(seeds) != len(prompt_ids):
-        raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
-    for row, ids in enumerate(prompt_ids):
-        if not len(ids):
-            raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")
-        if len(ids) >= settings.max_model_tokens:
-            raise BadInput(
-                f"prompt {row} has {len(ids)} tokens",
-                f"prompt and response share max_model_tokens={settings.max_model_tokens}",
-                "shorten the prompt or raise Generation.max_model_tokens",
-            )
-        check_vocabulary(ids, vocab_size, f"prompt {row}")
-    if sampling.token_ids:
-        check_vocabulary(sampling.token_ids, vocab_size, "stop_token_ids or logit_bias")
-    most = [sampling.max_new_tokens] * len(prompt_ids) if room is None else room
-    return [min(n, settings.max_model_tokens - len(ids)) for n, ids in zip(most, prompt_ids, strict=True)]
+def response_room(row: int, prompt_ids: Sequence[int], most: int, settings: Generation, vocab_size: int) -> int:
+    """Most tokens of a response that may have `most`. Raises `BadInput`, with the row, for a prompt that cannot be."""
+    if not len(prompt_ids):
+        raise BadInput(f"prompt {row} is empty", "a prompt has at least one token", "start it with the BOS token")
+    if len(prompt_ids) >= settings.max_model_tokens:
+        raise BadInput(
+            f"prompt {row} has {len(prompt_ids)} tokens",
+            f"prompt and response share max_model_tokens={settings.max_model_tokens}",
+            "shorten the prompt or raise Generation.max_model_tokens",
+        )
+    check_vocabulary(prompt_ids, vocab_size, f"prompt {row}")
+    return min(most, settings.max_model_tokens - len(prompt_ids))
 
 
 def check_sequence(token_ids: Sequence[int], settings: Generation, vocab_size: int) -> None:
@@ -93,11 +81,18 @@ class Endings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, eos_ids: frozenset[int]) -> None:
-        self._tokenizer, self._stop, self._least = tokenizer, sampling.stop, sampling.min_new_tokens
+        self._tokenizer, self._sampling, self._given_eos_ids = tokenizer, sampling, eos_ids
+        self._stop, self._least = sampling.stop, sampling.min_new_tokens
         self.strings, self._closes = bool(sampling.stop), dict[int, bool]()
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self.token_ids = self._eos_ids | set(sampling.stop_token_ids)
         self.tail = max((len(text.encode()) for text in sampling.stop), default=0) + 8
+
+    def with_strings(self, stop: tuple[str, ...]) -> Endings:
+        """The same with other strings."""
+        if stop == self._stop:
+            return self
+        return Endings(self._tokenizer, replace(self._sampling, stop=stop), self._given_eos_ids)
 
     def of(self, newest_ids: Sequence[int], length: int) -> Ending | None:
         """What the newest token has ended a response of `length` tokens with; a stop string may contain special tokens.

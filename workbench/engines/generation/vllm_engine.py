@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.generation.base import GenerationEngine, Progress, Rollout
+from workbench.engines.generation.base import Decoding, GenerationEngine
 from workbench.engines.generation.endings import Endings, check_model_length, end_token_ids
 from workbench.engines.generation.vllm_adapter import give_adapter, held_adapter, request, takes_adapter
 from workbench.engines.generation.vllm_process import (
@@ -21,7 +21,7 @@ from workbench.engines.generation.vllm_process import (
     exact_products,
     process_kept,
 )
-from workbench.engines.generation.vllm_rows import decode, sampling_params
+from workbench.engines.generation.vllm_rows import VllmDecoding
 from workbench.engines.generation.vllm_start import start_engine
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import MissingDependency
@@ -95,28 +95,24 @@ class VllmEngine(GenerationEngine):
             and self._engine.apply_model(keeps_weights_as_loaded)[0]
         )
 
-    def _generate(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        progress: Progress | None,
-        room: Sequence[int],
-        ends: Endings,
-        *,
-        continued: bool,
-    ) -> Rollout:
+    def _decoding(self, sampling: Sampling, ends: Endings) -> AbstractContextManager[Decoding]:
         self._wake("kv_cache")
-        rows = zip(seeds, room, strict=True)
-        params = [sampling_params(sampling, ends.token_ids, seed, tokens) for seed, tokens in rows]
-        with self._working(keep_prefixes=continued):
-            return decode(self._engine, prompt_ids, params, ends, progress, self._adapter)
+        return VllmDecoding(
+            self._engine,
+            sampling,
+            ends,
+            self._settings,
+            self._vocab_size,
+            adapter=self._adapter,
+            working=self._working,
+        )
 
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
 
         self._wake("kv_cache")
         with self._working():
+            self._engine.reset_prefix_cache()
             self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
             outputs: list[Any] = []
             while not outputs or not outputs[-1].finished:
@@ -136,7 +132,7 @@ class VllmEngine(GenerationEngine):
 
         self.weights_version = -1  # until every weight is there
         self._wake("weights")
-        with self._working(keep_prefixes=True):
+        with self._working():
             if self._lora is not None:
                 give_adapter(self._runner, dict(counted()), self._lora, self._dtype)
                 self._adapter = request()
@@ -146,7 +142,6 @@ class VllmEngine(GenerationEngine):
                 self._copies.run(counted())
                 if not self._on_cpu:  # the span of a sync ends when the copies have ended, not when they were asked for
                     torch.cuda.current_stream().synchronize()
-            self._engine.reset_prefix_cache()
         self.weights_version = version
         return taken
 
@@ -240,15 +235,12 @@ class VllmEngine(GenerationEngine):
         self._engine.add_request(str(row), tokens_input(list(token_ids)), params, lora_request=self._adapter)
 
     @contextmanager
-    def _working(self, *, keep_prefixes: bool = False) -> Iterator[None]:
-        """While vLLM computes. The prefix cache starts empty, as a result must not depend on earlier calls, except for
-        later turns of the same conversations."""
+    def _working(self) -> Iterator[None]:
+        """While vLLM computes. What it has in its prefix cache is of earlier calls, and may be of other weights."""
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
         with eager, torch.random.fork_rng(devices=[]), computing_threads(self._threads), exact_products(self._exact):
-            if not keep_prefixes:
-                self._engine.reset_prefix_cache()
             yield
 
 

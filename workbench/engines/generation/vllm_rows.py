@@ -9,69 +9,108 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from workbench.engines.generation.base import Ending, Progress, Rollout
+from workbench.engines.generation.base import Decoding, Response
 from workbench.engines.generation.endings import Endings
-from workbench.settings.engines import Sampling
+from workbench.errors import StageError
+from workbench.settings.engines import Generation, Sampling
 
 _numbers = itertools.count()
+# Likeliest tokens that are asked for beyond top_k: vLLM leaves all that are as likely as the k-th.
+TIES = 64
 
 
-def decode(
-    engine: Any, prompt_ids: Sequence[Sequence[int]], params: Sequence[Any], ends: Endings, progress: Progress | None,
-    adapter: Any = None,
-) -> Rollout:  # fmt: skip
-    """A response to each prompt by an `LLMEngine`; params: vLLM's `SamplingParams` of each row. adapter: what vLLM is
-    asked for so that it computes with one.
+class VllmDecoding(Decoding):
+    """Rows of an `LLMEngine`, which batches whatever is there. Rows that are open at the end are aborted.
 
-    `progress` is called after each step, on all ranks of a tensor group after the same ones. Where it raises, all rows
-    are aborted. On a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time
-    only where it takes longer than a step.
+    adapter: what vLLM is asked for so that it computes with one. working: what it computes under. The prefix cache
+    starts empty: a result must not depend on earlier calls, and these may have had other weights. On a GPU vLLM
+    launches a step before it returns the tokens of the one before, so this code costs time only where it takes longer
+    than a step.
     """
-    client, total, made = engine.engine_core, len(prompt_ids), 0
-    responses: list[list[int]] = [[] for _ in range(total)]
-    log_probs: list[list[float]] = [[] for _ in range(total)]
-    endings: list[Ending] = ["length"] * total
-    running: dict[str, int] = {}
-    with _live_objects_uncollected():
-        try:
-            for row, ids in enumerate(prompt_ids):
-                running[_add(engine, ids, params[row], adapter)] = row
-            while running:
-                stopped = []
-                for output in client.get_output().outputs:
-                    if output.request_id not in running:  # of a call that an exception has ended
-                        continue
-                    row, new = running[output.request_id], output.new_token_ids
-                    response = responses[row]
-                    response += new
-                    made += len(new)
-                    if new:  # the sampled token stands before the likeliest ones, of which none are asked for
-                        log_probs[row] += output.new_logprobs.logprobs[:, 0].tolist()
-                    if output.finished or ends.strings:
-                        ending = ends.of(response, len(response))
-                        endings[row] = ending or "length"
-                        if ending and not output.finished:
-                            stopped.append(output.request_id)
-                        if ending or output.finished:
-                            del running[output.request_id]
-                client.abort_requests(stopped)
-                if progress is not None:
-                    progress(total - len(running), total, made)
-        except BaseException:
-            client.abort_requests(list(running))
-            raise
-        finally:
-            _drain(client)
-    return Rollout(response_ids=responses, log_probs=log_probs, endings=endings)
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Sampling,
+        ends: Endings,
+        settings: Generation,
+        vocab_size: int,
+        *,
+        adapter: Any,
+        working: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(settings, vocab_size, ends)
+        self._engine, self._client = engine, engine.engine_core
+        self._sampling, self._adapter, self._working = sampling, adapter, working
+        self._running: dict[str, tuple[Response, Endings]] = {}
+        self._stack = ExitStack()
+
+    @property
+    def open(self) -> int:  # type: ignore[override]
+        return len(self._running)
+
+    def __enter__(self) -> VllmDecoding:
+        self._engine.reset_prefix_cache()
+        self._stack.enter_context(_live_objects_uncollected())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._stack, self._working():
+            self._client.abort_requests(list(self._running))
+            _drain(self._client)
+
+    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+        params = sampling_params(self._sampling, self._ends.token_ids, seed, room, self._vocab_size)
+        response = Response(row=row, ids=[], log_probs=[], ending="length", sets=[])
+        self._running[_request(self._engine, prompt_ids, params, self._adapter)] = response, ends
+
+    def step(self) -> list[Response]:
+        ended, stopped = list[Response](), list[str]()
+        with self._working():
+            outputs = self._client.get_output().outputs
+        for output in outputs:
+            found = self._running.get(output.request_id)
+            if found is None:  # of a decoding that an exception has ended
+                continue
+            response, ends = found
+            new, ids = output.new_token_ids, response.ids
+            ids += new
+            self.tokens += len(new)
+            if new:  # the sampled token stands before the likeliest ones, which are asked for to keep a mask
+                response.log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                if self._sampling.keeps_mask:
+                    response.sets.extend(_sets(output.new_logprobs, self._vocab_size))
+            if output.finished or ends.strings:
+                ending = ends.of(ids, len(ids))
+                if ending and not output.finished:
+                    stopped.append(output.request_id)
+                if ending or output.finished:
+                    del self._running[output.request_id]
+                    ended.append(replace(response, ending=ending or "length"))
+        self._client.abort_requests(stopped)
+        return ended
 
 
-def _add(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -> str:
+def _sets(logprobs: Any, vocabulary: int) -> list[list[int]]:
+    """The tokens that could be drawn at each place: those of the likeliest that have a probability."""
+    ids, kept = logprobs.logprob_token_ids[:, 1:], np.isfinite(logprobs.logprobs[:, 1:])
+    if kept[:, -1].any() and ids.shape[1] < vocabulary:
+        raise StageError(
+            f"more than {ids.shape[1]} tokens could be drawn in one place",
+            f"the mask is kept of top_k tokens and {TIES} that are as likely as the last of them",
+            "sample with a smaller top_k or top_p, so that fewer tokens are as likely as the last one",
+        )
+    return [np.sort(row[here]).tolist() for row, here in zip(ids, kept, strict=True)]
+
+
+def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -> str:
     """Queue a row; its request id."""
     from vllm.inputs.engine import tokens_input
 
@@ -90,7 +129,7 @@ def _drain(client: Any) -> None:
         core.step_fn()
 
 
-def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int) -> Any:
+def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int, vocabulary: int) -> Any:
     """vLLM's parameters of a row that may have `room` tokens."""
     from vllm import SamplingParams
 
@@ -109,7 +148,8 @@ def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room
         # On a CPU torch's generator reads 32 bits of a seed: spread all bits of ours over them.
         seed=int(np.random.SeedSequence(int(seed) % 2**64).generate_state(1)[0]),
         max_tokens=room,
-        logprobs=0,  # of the sampled token alone
+        # of the sampled token alone, or of all that could be drawn
+        logprobs=min(sampling.top_k + TIES, vocabulary) if sampling.keeps_mask else 0,
         min_tokens=min(sampling.min_new_tokens, room),
         stop_token_ids=sorted(end_ids),
         ignore_eos=True,  # the ids above are all there are, in both engines

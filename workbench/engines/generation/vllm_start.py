@@ -131,6 +131,8 @@ def start_engine(
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
         gpu_memory_utilization=_gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
+        hf_overrides={"head_dtype": "float32"} if settings.head_dtype == "float32" else {},
+        max_logprobs=-1,  # a sampling mask asks for as many as its top_k
         enforce_eager=on_cpu,
         enable_sleep_mode=sleeps,
         skip_tokenizer_init=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engines.host_memory import HostMemory, distinct_storages
+from workbench.engines.training.adamw_8bit import make_adamw_8bit, make_moments_8bit, moment_8bit
 from workbench.engines.training.groups import Collectives
+from workbench.engines.training.loss_scale import LossScale
 from workbench.engines.training.passes import Pass
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
@@ -29,7 +31,8 @@ class StepReport:
     """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
 
     skipped: the norm was not finite; weights, optimizer and step count did not change. culprit: then the first weight
-    whose gradient is not finite, by transformers' names; empty where the engine does not know.
+    whose gradient is not finite, by transformers' names; empty where the engine does not know. loss_scale: that of this
+    step, of an engine in fp16.
     """
 
     grad_norm: float
@@ -37,11 +40,20 @@ class StepReport:
     steps: int
     skipped: bool = False
     culprit: str = ""
+    loss_scale: float | None = None
 
 
-StateKind = Literal["weights", "parameters", "exp_avg", "exp_avg_sq"]
-"""Kinds of state: weights that are not trained, those that are (parameters), and the two moments of Adam."""
-MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+StateKind = Literal[
+    "weights", "parameters", "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",
+    "exp_avg_scales", "exp_avg_sq_scales",
+]  # fmt: skip
+"""Kinds of state: weights that are not trained, those that are (parameters), both moments of Adam, that of Muon, both
+moments of 8-bit Adam: a code an element, and a scale a block of elements."""
+ADAM: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+MUON: tuple[StateKind, ...] = ("momentum_buffer",)
+CODES: tuple[StateKind, ...] = ("exp_avg_codes", "exp_avg_sq_codes")
+SCALES: tuple[StateKind, ...] = ("exp_avg_scales", "exp_avg_sq_scales")
+MOMENTS: tuple[StateKind, ...] = (*ADAM, *MUON, *CODES, *SCALES)
 
 
 class TrainingEngine(ABC):
@@ -52,7 +64,9 @@ class TrainingEngine(ABC):
     """
 
     module: nn.Module
+    settings: Training | None
     steps: int
+    loss_scale: LossScale | None = None  # of a trained module in fp16
     adapter_arrived: float | None = None  # of the newest `named_weights`, see `arriving`; None: all, or no adapter
     _dtype: torch.dtype
 
@@ -83,11 +97,20 @@ class TrainingEngine(ABC):
         When a loss raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
         """
 
+    def retrain(self, settings: Training) -> None:
+        """Step as other settings say, which differ in fields of `LIVE`."""
+        self.settings = settings
+
     @abstractmethod
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         """The full gradient of each weight that `step` would apply for these micro-batches, unclipped, by transformers'
         names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has
         changed."""
+
+    @abstractmethod
+    def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
+        """The norm of the gradient of each of these micro-batches, of this replica's rows alone; every rank must pass
+        equally many. Afterwards, and when a loss raises, nothing has changed."""
 
     def _loss_of(self, micro: Pass) -> Tensor:
         micro.begin()
@@ -159,12 +182,18 @@ class TrainingEngine(ABC):
         for name, weight in self.named_adapter():
             yield name, weight * scales[name] if name in scales else weight
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by `state_names`."""
+        names = state_names(self.module)
+        return {names[name]: parameter for name, parameter in self.module.named_parameters()}
+
     def state_dict(self) -> dict[str, Any]:
         """Step count, trained weights and their moments on this rank, as CPU copies."""
         self.load()
         kinds: tuple[StateKind, ...] = ("parameters", *MOMENTS) if self.has_moments else ("parameters",)
         held = {kind: {name: tensor.to("cpu", copy=True) for name, tensor in self.held_state(kind)} for kind in kinds}
-        return {"steps": self.steps, "held": held}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state}
+        return {"steps": self.steps, "held": held, **scale}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,6 +209,12 @@ class TrainingEngine(ABC):
             for name, tensor in held.items():
                 tensor.copy_(saved[name])
         self.end_state(state["steps"])
+        self.restore_loss_scale(state.get("loss_scale"))
+
+    def restore_loss_scale(self, state: tuple[float, int] | None) -> None:
+        """Go back to the state of a loss scale; None: of an engine that had none."""
+        if self.loss_scale is not None and state is not None:
+            self.loss_scale.restore(state)
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
@@ -247,36 +282,86 @@ def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, froz
     return module.eval()
 
 
-def adamw(module: nn.Module, settings: Training) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); biases and norms are not decayed."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.peak_learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with Muon or in 8 bits where `Training.optimizer` says so,
+    with the groups of `Training.group_of`. parameters: by transformers' names; those that are trained count."""
+    found: dict[tuple[bool, int, bool], dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            of_muon, (number, flat) = (
+                settings.is_for_muon(name, parameter.dim()),
+                settings.group_of(name, parameter.dim()),
+            )
+            new = {"params": [], "decays": not flat, "pattern": settings.pattern_of(name), "muon": of_muon}
+            found.setdefault((of_muon, number, flat), new)["params"].append(parameter)
+    groups = [found[key] for key in sorted(found)]
+    if settings.optimizer == "adamw_8bit":
+        optimizer = make_adamw_8bit(groups)
+        set_rates(optimizer, settings, settings.peak_learning_rate)
+        return optimizer
+    adamw, muon = ([group for group in groups if group["muon"] is which] for which in (False, True))
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, fused=True)] if adamw else []
+    if muon:
+        made.append(torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw"))
+    optimizer = made[0] if len(made) == 1 else Together(made)
+    set_rates(optimizer, settings, settings.peak_learning_rate)
+    return optimizer
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each of its own parameters, as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        for part in parts:  # the groups and the state are those of all
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        for part in self._parts:
+            part.step()
+
+
+def set_rates(optimizer: torch.optim.Optimizer, settings: Training, rate: float) -> None:
+    """Have the optimizer's next step use these settings. rate: of the schedule."""
+    for group in optimizer.param_groups:
+        decay = settings.weight_decay if group["decays"] else 0.0
+        factor = settings.rates[group["pattern"]] if settings.rates and group["pattern"] else 1.0
+        group.update(lr=rate * factor, weight_decay=decay)
+        if not group["muon"]:
+            group.update(betas=settings.betas, eps=settings.eps)
 
 
 def make_moments(
     optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
 ) -> None:
-    """Make AdamW's moments before its first step, as zeros. make: `torch.empty_like` where all of them are about to be
-    written, so that their memory is touched once."""
+    """Make an optimizer's moments before its first step, as zeros. make: `torch.empty_like` where all of them are about
+    to be written, so that their memory is touched once."""
+    if hasattr(optimizer, "init_state"):
+        make_moments_8bit(optimizer)
+        return
+    of_muon = {p for group in optimizer.param_groups if group["muon"] for p in group["params"]}
     for parameter in parameters:
-        moments = {name: make(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        kinds = MUON if parameter in of_muon else ADAM
+        state = {name: make(parameter, memory_format=torch.preserve_format) for name in kinds}
+        steps = {} if parameter in of_muon else {"step": torch.zeros((), device=parameter.device)}
+        optimizer.state[parameter] = {**steps, **state}
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Set the step count of AdamW, where it has moments."""
     for entry in optimizer.state.values():
-        entry["step"].fill_(steps)
+        if isinstance(entry.get("step"), Tensor):
+            entry["step"].fill_(steps)
+        elif "step" in entry:  # Muon has none
+            entry["step"] = steps
+
+
+def moment_of(entry: Mapping[str, Any], kind: StateKind) -> Tensor | None:
+    """A moment in an optimizer's state of a parameter; None where that has others."""
+    found: Tensor | None = moment_8bit(entry, kind) if "state1" in entry else entry.get(kind)
+    return found
 
 
 def transformers_names(module: nn.Module) -> dict[str, str]:

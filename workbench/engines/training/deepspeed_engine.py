@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.engines.training.base import (
+    ADAM,
     MOMENTS,
     StateKind,
     StepReport,
     TrainingEngine,
-    adamw,
     make_moments,
+    make_optimizer,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_passes,
     set_optimizer_steps,
+    set_rates,
     state_names,
     transformers_names,
 )
+from workbench.engines.training.deepspeed_setup import forget_stale_groups, import_deepspeed
 from workbench.engines.training.groups import Collectives
+from workbench.engines.training.loss_scale import LossScale, finite_gradients
 from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import BadInput
 from workbench.settings.engines import Training
 from workbench.telemetry import span
 
@@ -44,7 +47,8 @@ class DeepSpeedEngine(TrainingEngine):
     """`Training.zero_stage` says what is sharded: nothing (0), optimizer state (1), also gradients (2) and weights (3).
 
     With bfloat16, stages 1 to 3 hold bf16 weights, and fp32 masters (which start from the bf16 weights) in the sharded
-    optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. Gradients are
+    optimizer; stage 0 holds fp32 weights and computes under autocast, as the torch engine does. With float16 all stages
+    do that, on scaled losses, see `LossScale`: DeepSpeed's own fp16 asks for a CPU with products of fp16. Gradients are
     accumulated and reduced in fp32.
 
     `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
@@ -55,6 +59,7 @@ class DeepSpeedEngine(TrainingEngine):
     `MissingDependency` without deepspeed, `BadInput` without settings.
     """
 
+    settings: Training
     _tensor_ranks: ClassVar[int] = 1  # of all engines in this process; never goes back to 1
 
     def __init__(
@@ -73,15 +78,16 @@ class DeepSpeedEngine(TrainingEngine):
         self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
         self._dtype, self._stage = dtype, settings.zero_stage
         self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
+        self.loss_scale = LossScale() if dtype == torch.float16 else None
         environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
         for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
             os.environ.setdefault(name, str(value))
-        deepspeed = _quiet_deepspeed()
+        deepspeed = import_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         self.module = place(module, device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        _forget_stale_groups()
+        forget_stale_groups()
         self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
         if settings.activation_checkpointing:
             recompute_activations(module)
@@ -89,7 +95,7 @@ class DeepSpeedEngine(TrainingEngine):
         self._use_own_groups()
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=adamw(module, settings),
+            optimizer=make_optimizer(self._parameters(), settings),
             config=self._config(),
             mpu=model_parallel,
             dist_init_required=False,
@@ -137,14 +143,14 @@ class DeepSpeedEngine(TrainingEngine):
 
     def forward(self, **inputs: Any) -> Any:
         self.load("parameters")
-        autocast = self._dtype == torch.bfloat16 and not self._sharded_bf16
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=autocast):
+        enabled = self._dtype != torch.float32 and not self._sharded_bf16
+        with torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled):
             return self._engine(**inputs)
 
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         rate = rate_scale * learning_rate(self.settings, self.steps)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        set_rates(self._engine.optimizer, self.settings, rate)
         self.load()
         try:
             self._backward(passes)
@@ -155,29 +161,70 @@ class DeepSpeedEngine(TrainingEngine):
             raise
         skipped = not torch.isfinite(torch.tensor(norm)).item()
         self.steps += not skipped
-        return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped)
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(finite=not skipped)
+        return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped, loss_scale=scale)
+
+    def retrain(self, settings: Training) -> None:
+        super().retrain(settings)
+        if self._stage > 0:  # without ZeRO `step` clips
+            self._engine.optimizer.clip_grad = settings.max_grad_norm
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_grad
-
         names = transformers_names(self.module)
-        self.load()
-        try:
-            self._backward(passes)
+        with self._whole_gradients(passes):
             for name, parameter in self.module.named_parameters():
-                gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
+                gradient = self._gradient(parameter) if parameter.requires_grad else None
                 if gradient is not None:
                     yield names.get(name, name), gradient
-        finally:
-            self._drop_gradients()
+
+    def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
+        norms: list[float] = []
+        for micro in passes:
+            for replica in range(self._world_size):  # DeepSpeed sums over the replicas: one at a time has a loss
+                mine = replica == self._rank
+                alone = micro if mine else replace(micro, loss=partial(_nothing_of, micro.loss))
+                squares = sum(float(gradient.double().square().sum()) for _, gradient in self.gradients([alone]))
+                if mine:
+                    norms.append(squares**0.5)
+        return norms
+
+    def _whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
+        """Inside, `_gradient` gives the gradients of these micro-batches."""
+
+        def compute() -> bool:
+            self.load()
+            self._backward(passes)
+            return self.loss_scale is None or self._all_finite()
+
+        return finite_gradients(self.loss_scale, compute, self._drop_gradients)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Of a parameter, or of this rank's slice of it, over all replicas."""
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: Tensor | None = safe_get_full_grad(parameter)
+        return gradient if self.loss_scale is None or gradient is None else gradient.float() / self.loss_scale.scale
+
+    def _all_finite(self) -> bool:
+        """Whether all gradients are finite, on all ranks."""
+        trained = [self._gradient(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+        finite = all(bool(gradient.isfinite().all()) for gradient in trained if gradient is not None)
+        flag = torch.tensor(float(finite), device=self._device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return bool(flag)
 
     def _backward(self, passes: Sequence[Pass]) -> None:
         require_passes(passes)
         self._use_own_groups()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        if self._stage > 0 and self.loss_scale is not None:
+            # ZeRO's optimizers multiply losses by it, and divide gradients by it when they step
+            self._engine.optimizer.loss_scaler.cur_scale, scale = scale, 1.0
         for i, micro in enumerate(passes):
             self._engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             # DeepSpeed averages gradients over the ranks; the product makes that a sum.
-            value = self._loss_of(micro) * self._world_size
+            value = self._loss_of(micro) * (self._world_size * scale)
             with span("backward"):  # what is reduced between ranks overlaps with it
                 self._engine.backward(value)
 
@@ -186,6 +233,10 @@ class DeepSpeedEngine(TrainingEngine):
         return float(self._engine.get_global_grad_norm())
 
     def _step_without_zero(self) -> float:
+        if self.loss_scale is not None:
+            torch._foreach_mul_(
+                [p.grad for p in self.module.parameters() if p.grad is not None], 1 / self.loss_scale.scale
+            )
         norm = self._norm()
         if torch.isfinite(norm):
             if self.settings.max_grad_norm > 0:
@@ -251,7 +302,8 @@ class DeepSpeedEngine(TrainingEngine):
 
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
         names = state_names(self.module)
-        for name, parameter in self.module.named_parameters():
+        known = kind in ADAM or kind not in MOMENTS
+        for name, parameter in self.module.named_parameters() if known else ():
             if parameter.requires_grad == (kind != "weights") and (kind not in MOMENTS or self.has_moments):
                 part = self._part(kind, parameter)
                 if part is not None:
@@ -325,35 +377,8 @@ class DeepSpeedEngine(TrainingEngine):
         }
 
 
-def _quiet_deepspeed() -> Any:
-    try:
-        with span("import", note="importing DeepSpeed"):
-            import deepspeed
-    except ImportError as error:
-        raise MissingDependency(
-            "deepspeed is not installed", "Training.engine='deepspeed' needs it", "install it or take engine='torch'"
-        ) from error
-    from deepspeed.runtime import bf16_optimizer
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    # DeepSpeed's collectives have not followed torch's renaming; its bf16 optimizer prints memory use unasked.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    bf16_optimizer.see_memory_usage = lambda message, force=False: None
-    # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _forget_stale_groups() -> None:
-    """Drop DeepSpeed's clone of the default process group, made once a process, where that group has ended with an
-    inline workbench that was closed."""
-    from deepspeed.utils import groups
-
-    if groups._WORLD_GROUP is not None:
-        try:
-            dist.get_global_rank(groups._WORLD_GROUP, 0)
-        except ValueError:  # not registered any more
-            groups._WORLD_GROUP = None
+def _nothing_of(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    return loss(output) * 0.0
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:

@@ -60,14 +60,12 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
         return self._global_norm(lambda parameter: cast(Tensor, parameter.grad))
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_grad
-
-        try:
-            self._backward(passes)
+        with self._whole_gradients(passes):
             for weight in self._shard.weights:
-                yield weight.name, self._whole(weight, safe_get_full_grad(self._shard.held[weight.name]).float())
-        finally:
-            self._drop_gradients()
+                yield (
+                    weight.name,
+                    self._whole(weight, cast(Tensor, self._gradient(self._shard.held[weight.name])).float()),
+                )
 
 
 def check_deepspeed_layout(layout: Layout, settings: Training) -> None:

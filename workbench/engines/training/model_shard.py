@@ -12,6 +12,7 @@ from workbench.engines.training.base import transformers_names
 from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.pipeline import Pipeline
 from workbench.errors import BadInput
+from workbench.models.float32_head import Float32Head
 from workbench.models.heads import PackedModule, TokenValues
 from workbench.models.tensor_parallel import (
     RowParallelLinear,
@@ -165,7 +166,9 @@ def _slice_vocabulary(module: PackedModule, weights: ModelWeights, groups: Paral
     head: Any = getattr(module, "model", None)
     if head is not None:
         rows = "lm_head" if "lm_head" in by_layer else "embed_tokens"
-        head.lm_head = VocabularyParallelHead(head.lm_head, start(rows), groups.tensor)
+        head.lm_head = VocabularyParallelHead(
+            head.lm_head, start(rows), groups.tensor, in_float32=isinstance(head.lm_head, Float32Head)
+        )
 
 
 def _partial_weights(weights: ModelWeights) -> frozenset[str]:

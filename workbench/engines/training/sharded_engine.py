@@ -23,6 +23,9 @@ class ShardedEngine(TrainingEngine):
     _shard: ModelShard
     _device: torch.device
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return self._shard.held
+
     @property
     def moved_bytes(self) -> int:
         return self._groups.moved_bytes

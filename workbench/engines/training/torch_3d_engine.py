@@ -66,8 +66,8 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
             self._pipeline.step(passes)
 
     @torch.no_grad()
-    def _summed_gradients(self) -> list[Tensor]:
-        gradients, shard, groups = super()._summed_gradients(), self._shard, self._groups
+    def _summed_gradients(self, over_replicas: bool = True) -> list[Tensor]:
+        gradients, shard, groups = super()._summed_gradients(over_replicas), self._shard, self._groups
         for name in sorted(shard.partial & shard.held.keys()):
             groups.tensor.all_reduce(_gradient(shard.held[name]))
         for weight in self._on_two_stages():
@@ -85,9 +85,6 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
         with self._whole_gradients(passes):
             for weight in self._shard.weights:
                 yield weight.name, self._whole(weight, held[weight.name].grad if weight.name in held else None)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return self._shard.held
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +15,20 @@ from workbench.engines.training.base import (
     StateKind,
     StepReport,
     TrainingEngine,
-    adamw,
     make_moments,
+    make_optimizer,
+    moment_of,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
     require_passes,
     set_optimizer_steps,
-    state_names,
+    set_rates,
     transformers_names,
 )
 from workbench.engines.training.groups import Collectives
+from workbench.engines.training.loss_scale import LossScale, finite_gradients
 from workbench.engines.training.passes import Pass
 from workbench.engines.training.schedule import learning_rate
 from workbench.errors import BadInput
@@ -39,8 +42,9 @@ BUCKET_ELEMENTS = 25_000_000
 class TorchEngine(TrainingEngine):
     """Every rank holds the whole module.
 
-    Trained parameters are kept in fp32, whatever `dtype`, and frozen ones in `dtype`; with bfloat16 a trained module
-    computes under autocast. A module with `settings=None` is only run: there are no gradients and no optimizer.
+    Trained parameters are kept in fp32, whatever `dtype`, and frozen ones in `dtype`. With bfloat16 or float16 a
+    trained module computes under autocast, with float16 on scaled losses, see `LossScale`. A module with
+    `settings=None` is only run: there are no gradients and no optimizer.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class TorchEngine(TrainingEngine):
         self._optimizer = None
         if settings is not None:
             require_equal_parameters(module, communicator)
-            self._optimizer = adamw(module, settings)
+            self._optimizer = make_optimizer(self._parameters(), settings)
+            self.loss_scale = LossScale() if dtype == torch.float16 else None
             if settings.activation_checkpointing:
                 recompute_activations(module)
 
@@ -70,31 +75,54 @@ class TorchEngine(TrainingEngine):
             return self.module(**inputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        enabled = self._optimizer is not None and self._dtype == torch.bfloat16
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=enabled)
+        enabled = self._optimizer is not None and self._dtype != torch.float32
+        return torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled)
 
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         if self.settings is None or self._optimizer is None:
             raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
         rate = rate_scale * learning_rate(self.settings, self.steps)
+        scale = None if self.loss_scale is None else self.loss_scale.scale
         self.load()
         try:
-            self._backward(passes)
-            norm = self._norm(self._summed_gradients())
+            self._backward(self._scaled(passes))
+            norm = self._norm(self._unscaled(self._summed_gradients()))
             skipped, culprit = not bool(torch.isfinite(norm)), ""
             if skipped:
                 culprit = self._not_finite()
             else:
                 if self.settings.max_grad_norm > 0:
                     torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
-                for group in self._optimizer.param_groups:
-                    group["lr"] = rate
+                set_rates(self._optimizer, self.settings, rate)
                 with span("optimizer"):
                     self._optimizer.step()
                 self.steps += 1
+            if self.loss_scale is not None:
+                self.loss_scale.after_step(finite=not skipped)
         finally:
             release_gradients(self.module)
-        return StepReport(grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit)
+        return StepReport(
+            grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit,
+            loss_scale=scale,
+        )  # fmt: skip
+
+    def _scaled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
+        """The same with scaled losses, in fp16."""
+        if self.loss_scale is None:
+            return passes
+        scale = self.loss_scale.scale
+
+        def scaled(micro: Pass) -> Pass:
+            return replace(micro, loss=lambda output: micro.loss(output) * scale)
+
+        return [scaled(micro) for micro in passes]
+
+    @torch.no_grad()
+    def _unscaled(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients of the losses, in place, from those of scaled ones."""
+        if self.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.scale)
+        return gradients
 
     def _not_finite(self) -> str:
         names = transformers_names(self.module)
@@ -110,16 +138,23 @@ class TorchEngine(TrainingEngine):
                 if parameter.grad is not None:
                     yield names.get(name, name), parameter.grad
 
-    @contextmanager
-    def _whole_gradients(self, passes: Sequence[Pass]) -> Iterator[None]:
-        """Inside, the parameters have the gradients of these micro-batches."""
-        self.load("parameters", "gradients")
-        try:
-            self._backward(passes)
-            self._summed_gradients()
-            yield
-        finally:
-            release_gradients(self.module)
+    def _whole_gradients(self, passes: Sequence[Pass], over_replicas: bool = True) -> AbstractContextManager[None]:
+        """Inside, the parameters have the gradients of these micro-batches; over_replicas: of all replicas."""
+
+        def compute() -> bool:
+            self.load("parameters", "gradients")
+            self._backward(self._scaled(passes))
+            gradients = self._unscaled(self._summed_gradients(over_replicas))
+            return self.loss_scale is None or bool(self._norm(gradients).isfinite())
+
+        return finite_gradients(self.loss_scale, compute, lambda: release_gradients(self.module))
+
+    def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
+        norms: list[float] = []
+        for micro in passes:
+            with self._whole_gradients([micro], over_replicas=False):
+                norms.append(float(self._norm(self._trained_gradients())))
+        return norms
 
     def _backward(self, passes: Sequence[Pass]) -> None:
         require_passes(passes)
@@ -131,17 +166,21 @@ class TorchEngine(TrainingEngine):
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
 
-    @torch.no_grad()
-    def _summed_gradients(self) -> list[Tensor]:
-        """The gradients of all trained parameters, summed over the ranks in place."""
+    def _trained_gradients(self) -> list[Tensor]:
+        """The gradients of all trained parameters: zeros where no micro-batch of this rank used one."""
         gradients = []
         for parameter in self.module.parameters():
             if not parameter.requires_grad:
                 continue
-            # A parameter that no micro-batch of this rank used still takes part in the sum.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
-        if self._communicator.world_size > 1:
+        return gradients
+
+    @torch.no_grad()
+    def _summed_gradients(self, over_replicas: bool = True) -> list[Tensor]:
+        """The gradients of all trained parameters, summed in place over the ranks that have parts of them."""
+        gradients = self._trained_gradients()
+        if over_replicas and self._communicator.world_size > 1:
             for bucket in _buckets(gradients):
                 flat = self._communicator.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
                 for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -151,11 +190,6 @@ class TorchEngine(TrainingEngine):
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by `state_names`."""
-        names = state_names(self.module)
-        return {names[name]: parameter for name, parameter in self.module.named_parameters()}
-
     @property
     def has_moments(self) -> bool:
         return self._optimizer is not None and bool(self._optimizer.state)
@@ -163,8 +197,9 @@ class TorchEngine(TrainingEngine):
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters().items():
             if kind in MOMENTS:
-                if self._optimizer is not None and parameter in self._optimizer.state:
-                    yield name, self._optimizer.state[parameter][kind]
+                entry = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+                if (moment := moment_of(entry, kind)) is not None:
+                    yield name, moment
             elif parameter.requires_grad == (kind == "parameters"):
                 yield name, parameter.detach()
 

@@ -2,6 +2,7 @@
 
     checkpoint.json     what it is: format, iteration, placement, counters, positions of prompts and algorithm; and of
                         each other file its bytes and SHA-256; signed by the user who wrote it
+    ledger.safetensors  what the ledger of prompts knows, see `workbench.data.ledger`
     random.safetensors  states of the random generators of each role's ranks
     controller.pkl      the description of the workbench, with its functions and worker classes, and what workers add
                         (`Worker.extra_state`): the only pickle, but for states of workers of the user's own. Pickles
@@ -31,11 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from workbench.errors import BadInput, MissingDependency, NotFound
-from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM, check_manifest
-from workbench.support import files
+from workbench.session.checkpoint.manifest import CONTROLLER, LEDGER, RANDOM, check_manifest
+from workbench.support import files, pickles
 from workbench.support.signing import is_signed, signed, why_unsigned
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ FORMAT = 3
 MANIFEST = "checkpoint.json"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
+PARTS = {"roles", "made", "buffer", CONTROLLER, RANDOM, LEDGER, MANIFEST}  # what a checkpoint's folder holds
 MANIFEST_BYTES = 64 * 2**20
 
 
@@ -149,12 +149,22 @@ class Checkpoint:
             random.setdefault((role, int(rank)), {})[generator] = state
         states = {}
         for role, said in self.values["roles"].items():
-            steps, moments = said["steps"], said["moments"]
+            steps, moments, scale = said["steps"], said["moments"], said.get("loss_scale")
             states[role] = [
-                RankState(steps=steps, moments=moments, random=random[role, rank], extra=more)
+                RankState(
+                    steps=steps,
+                    moments=moments,
+                    random=random[role, rank],
+                    extra=more,
+                    loss_scale=None if scale is None else (scale[0], scale[1]),
+                )
                 for rank, more in enumerate(added[role])
             ]
         return description, states
+
+    def ledger(self) -> bytes | None:
+        """What the ledger of prompts knew; None where there was none."""
+        return self._read(LEDGER) if LEDGER in self.values["files"] else None
 
     def described(self) -> str:
         """For one who decides whether to trust it: what it is, who owns it, by whom it is signed."""
@@ -195,7 +205,15 @@ def _sweep(folder: Path) -> None:
         if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
             continue
         with contextlib.suppress(OSError):  # it became a checkpoint just now
-            ours = {inner.name for inner in left.iterdir()} <= {"roles", "made", CONTROLLER, RANDOM, MANIFEST}
+            ours = {inner.name for inner in left.iterdir()} <= {
+                "roles",
+                "made",
+                "buffer",
+                CONTROLLER,
+                RANDOM,
+                LEDGER,
+                MANIFEST,
+            }
             newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
             if ours and time.time() - newest > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
@@ -211,7 +229,7 @@ def write_manifest(
     from safetensors.torch import save
 
     added = {role: [state.extra for state in of_ranks] for role, of_ranks in states.items()}
-    files.write_bytes(folder / CONTROLLER, cloudpickle.dumps((description, added)))
+    files.write_bytes(folder / CONTROLLER, pickles.dumps((description, added)))
     random = {
         f"{role}/{rank}/{generator}": tensor
         for role, of_ranks in states.items()

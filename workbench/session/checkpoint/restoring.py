@@ -34,6 +34,7 @@ class Restoring:
         self.checkpoint, self._description = checkpoint, description
         checkpoint.verify()
         before, self._states = checkpoint.controller()
+        self._before = before
         models, now = before.role_models(), description.role_models()
         for role, model in models.items():
             if (model is None or model.trained) and role not in (ROLLOUT, *checkpoint.values["roles"]):
@@ -82,6 +83,14 @@ class Restoring:
     def _has_state(self, role: str) -> bool:
         return bool(self._files[role].states)
 
+    def retrained(self) -> Description:
+        """The description, with the training settings that were assigned before the checkpoint was saved."""
+        self._description = self._description.retrained_as(self._before)
+        for role, field in self._description.changed:
+            training = self._description.models[role].training
+            print(f"goes on with lab.{role}.training.{field} = {getattr(training, field)!r}, as it was assigned")
+        return self._description
+
     def check(self, prompts: PromptStream) -> None:
         """Raise `BadInput` where the prompts are others; needs no host."""
         state = self.checkpoint.values["state"]["prompts"]
@@ -121,8 +130,8 @@ class Restoring:
         prompts.go_back()  # for one that was saved before the first prompt
         self.check(prompts)
         counters.run, counters.iteration = max(counters.run, state["run"]), state["iteration"]
-        prompts.drawn, prompts.state = state["drawn"], state["prompts"]
-        counters.draws = {counters.iteration: state["draws"]}
+        prompts.go_on(state["drawn"], state["prompts"], self.checkpoint.ledger())
+        counters.take_draws(state)
         for role, weights in counters.weights.items():
             # rollout workers are sent the actor's again; a reference that was never refreshed is as its model has it
             saved = state["weights"].get(role)
@@ -133,6 +142,7 @@ class Restoring:
         position.saved_streams = list(state["streams"])
         position.saved_algorithm = self.checkpoint.values["algorithm"]
         position.checkpoint = self.checkpoint
+        position.fill_buffer(state)
         under_way = bool(position.saved_algorithm and position.saved_algorithm["under_way"])
         counters.iterations_to_skip = counters.iteration - under_way
         runner.telemetry.append_event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,11 +21,12 @@ from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
 from workbench.session.checkpoint.files import MANIFEST, Checkpoint, new_folder, read_checkpoint, write_manifest
+from workbench.session.checkpoint.manifest import LEDGER
 from workbench.session.position import Position
 from workbench.stages.counters import Counters
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.support.files import new_or_empty, path_of
+from workbench.support.files import new_or_empty, path_of, write_bytes
 from workbench.workers.role_files import RoleFiles
 
 if TYPE_CHECKING:
@@ -61,7 +63,17 @@ def _save(
     try:
         with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
             state = controller_state(runner.counters, position, prompts)
-            _write(runner, state, algorithm, beside, {role: at(files, beside) for role, files in roles.items()}, bar)
+            if prompts.records is not None:
+                write_bytes(beside / LEDGER, prompts.records.state())
+            kept = _kept_rollouts(position, beside)
+            _write(
+                runner,
+                {**state, "buffer": kept, "priority": position.buffer.priority_name},
+                algorithm,
+                beside,
+                {role: at(files, beside) for role, files in roles.items()},
+                bar,
+            )
     except WriteFailed as error:
         raise WriteFailed(f"nothing was saved to {str(folder)!r}: {error.value}", error.rule, error.remedy) from error
     except OSError as error:
@@ -162,6 +174,7 @@ def _write(
             "layout": str(files.layout),
             "steps": rank_states[role][0].steps,
             "moments": rank_states[role][0].moments,
+            **({} if (scale := rank_states[role][0].loss_scale) is None else {"loss_scale": list(scale)}),
             "parts": [part.what for part in files.parts],
         }
         for role, files in roles.items()
@@ -203,6 +216,18 @@ def controller_state(counters: Counters, position: Position, prompts: PromptStre
     """The counters of a workbench, and the positions of its prompts and examples, as plain values."""
     streams = [stream.state for stream in position.streams()]
     return {**counters.state(), "drawn": prompts.drawn, "prompts": prompts.state, "streams": streams}
+
+
+def _kept_rollouts(position: Position, folder: Path) -> list[dict[str, Any]]:
+    """What waits in the buffer, each batch in a file of its own."""
+    numbers = itertools.count()
+
+    def keep(batch: Batch) -> dict[str, str]:
+        (folder / "buffer").mkdir(exist_ok=True)
+        path = write(folder / "buffer" / f"{next(numbers)}.safetensors", batch)
+        return {"batch": str(path.relative_to(folder))}
+
+    return position.buffer.state(keep)
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 from workbench.support.machine import cores, total_bytes
 from workbench.support.validation import PositiveInt, Whole, settings
@@ -59,7 +60,7 @@ def limits(*, memory_bytes: int | None = None, tasks: int | None = None, own_pro
             setattr(function, NAME, values)  # plain values: the process that gets the function imports little
         except AttributeError:
             raise BadInput(
-                f"limits of {function!r:.60}", "it takes no attributes", "wrap it in a function of your own"
+                f"limits of {shown(function)}", "it takes no attributes", "wrap it in a function of your own"
             ) from None
         return function
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import plain_text
+from workbench.errors.plain_text import plain_text, said, shown
 from workbench.support.editable import editable
 
 OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own
@@ -26,8 +26,7 @@ def pickled(function: Any) -> bytes:
         return by_value(function)
     except Exception as error:
         raise BadInput(
-            f"{name_of(function)} cannot be sent to a process of its own: {_culprit(function)}"
-            f"{plain_text(str(error), 200)}",
+            f"{name_of(function)} cannot be sent to a process of its own: {_culprit(function)}{said(error, 200)}",
             "a function runs in a process that can be killed, with copies of what it reads",
             "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
             "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
@@ -59,11 +58,11 @@ def by_value(thing: Any) -> bytes:
 
 
 def _dumps(thing: Any, modules: Collection[ModuleType]) -> bytes:
-    import cloudpickle
+    from workbench.support.pickles import Pickler as CodeKept
 
     ids = {id(module) for module in modules}
 
-    class Pickler(cloudpickle.Pickler):
+    class Pickler(CodeKept):
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, ModuleType) and id(value) in ids:  # cloudpickle's way fails on modules in a circle
                 return ModuleType, (value.__name__,), {k: v for k, v in vars(value).items() if k not in OF_IMPORT}
@@ -104,7 +103,7 @@ def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> bytes:
                 by_value(value)
             except Exception as error:
                 raise BadInput(
-                    f"{column} of a row for {name} cannot be sent to its process: {plain_text(str(error), 200)}",
+                    f"{column} of a row for {name} cannot be sent to its process: {said(error, 200)}",
                     "columns that a function is given are texts, numbers, lists, dicts, and objects of such",
                 ) from error
         raise
@@ -115,13 +114,17 @@ def values_of(calls: Sequence[Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
     for i, arguments in enumerate(calls):
         for argument in arguments:
             if isinstance(argument, Mapping):
-                yield from ((i, f"column {column!r:.80}", value) for column, value in argument.items())
+                yield from ((i, f"column {shown(column, 80)}", value) for column, value in argument.items())
             else:
                 yield i, "an argument", argument
 
 
 def name_of(function: Any) -> str:
     """What to call a function, or what a partial calls, in messages."""
-    while not hasattr(function, "__name__") and hasattr(function, "func"):
-        function = function.func
-    return plain_text(str(getattr(function, "__name__", None) or type(function).__name__), 80)
+    try:
+        while not hasattr(function, "__name__") and hasattr(function, "func"):
+            function = function.func
+        name = str(getattr(function, "__name__", None) or type(function).__name__)
+    except Exception:  # that of any class
+        name = type(function).__name__
+    return plain_text(name, 80)

@@ -4,7 +4,7 @@
     texts {module: (file, text)}                       unloadable class, message, frames, no memory
     load key, function      forget key                 begun i, thread, thread's id in a dump
     begin key, random states                           ready (for calls)        done i, value
-    calls invoke, finish, rows, concurrency            wrong i, message      raised i, class, message, frames, no memory
+    calls [i, invoke, finish], rows, concurrency       wrong i, message      raised i, class, message, frames, no memory
     find_unreadable [i, column, value]                 unreadable [i, column, class, message, frames, no memory]
     stop                                               print stream, text
     end                                                ended random states

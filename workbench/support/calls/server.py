@@ -15,7 +15,6 @@ import inspect
 import io
 import os
 import pickle
-import queue
 import random
 import resource
 import signal
@@ -24,6 +23,7 @@ import struct
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -31,7 +31,8 @@ from importlib.util import spec_from_file_location
 from typing import Any
 
 from workbench.errors.frames import chain_of
-from workbench.errors.plain_text import plain_text
+from workbench.errors.plain_text import plain_text, said
+from workbench.support.calls.needs import check_needs
 
 HEAD = struct.Struct("<Q")  # of a message: its length
 PR_SET_CHILD_SUBREAPER = 36
@@ -82,7 +83,7 @@ def call(
 
 def no_memory(error: BaseException | None) -> bool:
     """Whether an error says that memory could not be had."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in said(error))
 
 
 class Output(io.TextIOBase):
@@ -128,7 +129,11 @@ class Server:
         self._functions: dict[str, Any] = {}
         self._function: Any = None
         self._state: dict[Any, Any] = {}
-        self._work: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._work: deque[tuple[Any, ...]] = deque()
+        self._under_way = 0  # calls, in threads or in the event loop
+        self._concurrency = 0
+        self._starting = False  # a thread that has not taken a call yet
+        self._coroutines: set[Callable[..., Any]] = set()  # what gave coroutines: it returns at once
         self._beginning = threading.Lock()  # held while a call is taken from `_work`, and told of
         self._session = contextlib.ExitStack()
         self._loop: asyncio.AbstractEventLoop
@@ -147,7 +152,9 @@ class Server:
 
     def _load(self, key: str, payload: bytes) -> None:
         try:
-            self._functions[key] = pickle.loads(payload)
+            function = pickle.loads(payload)
+            check_needs(function)  # imports what it needs, which is no part of its first calls' time
+            self._functions[key] = function
         except BaseException as error:
             self._functions.pop(key, None)
             self.send(("unloadable", *_told(error)))
@@ -157,6 +164,7 @@ class Server:
 
     def _begin(self, key: str, states: Mapping[str, bytes]) -> None:
         self._function, self._state = self._functions.get(key), {}
+        self._coroutines.clear()
         self._loop = self._session.enter_context(event_loop())
         set_random_states(states)
         _waiting.clear()
@@ -164,8 +172,9 @@ class Server:
         self.send(("ready",))
 
     def _calls(
-        self, invoke: Callable[..., Any], finish: Callable[..., Any], packed: bytes, concurrency: int, number: int
-    ) -> None:
+        self, number: int, heads: Sequence[tuple[int, Callable[..., Any], Callable[..., Any]]], packed: bytes,
+        concurrency: int,
+    ) -> None:  # fmt: skip
         if self._function is None:
             return
         try:
@@ -173,29 +182,70 @@ class Server:
         except BaseException:
             self.send(("unreadable",))
             return
-        work = self._work = queue.SimpleQueue()
-        for i in range(len(calls)):
-            work.put(i)
+        with self._beginning:
+            self._work.extend(((number, i), *how, arguments) for (i, *how), arguments in zip(heads, calls, strict=True))
+            self._concurrency = concurrency
+        self._serve_work()
 
-        def serve() -> None:
-            while True:
-                with self._beginning:
-                    try:
-                        i = work.get_nowait()
-                    except queue.Empty:
-                        return
-                    self.send(("begun", (number, i), threading.get_native_id(), threading.get_ident()))
-                try:
-                    value = call(invoke, finish, self._function, self._state, calls[i], self._loop)
-                    answer = pickle.dumps(("done", (number, i), value))
-                except WrongValue as problem:
-                    answer = pickle.dumps(("wrong", (number, i), plain_text(str(problem))))
-                except BaseException as error:
-                    answer = pickle.dumps(("raised", (number, i), *_told(error)))
-                self._write(answer)
+    def _serve_work(self) -> None:
+        """Have another thread begin calls, if one may begin."""
+        with self._beginning:
+            if self._starting or not self._work or self._under_way >= self._concurrency:
+                return
+            self._starting = True
+        threading.Thread(target=self._make_calls, daemon=True, name="user call").start()
 
-        for _ in range(min(concurrency, len(calls))):
-            threading.Thread(target=serve, daemon=True, name="user call").start()
+    def _make_calls(self) -> None:
+        """Make calls, in a thread, until none may begin. Another thread begins the next one meanwhile; a call that goes
+        on as a coroutine holds no thread, so that thousands of them can wait."""
+        started = True
+        while True:
+            with self._beginning:
+                self._starting, started = self._starting and not started, False
+                if not self._work or self._under_way >= self._concurrency:
+                    return
+                self._under_way += 1
+                key, invoke, finish, arguments = self._work.popleft()
+                self.send(("begun", key, threading.get_native_id(), threading.get_ident()))
+            if invoke not in self._coroutines:
+                self._serve_work()
+            try:
+                value = invoke(self._function, self._state, *arguments)
+            except BaseException as error:
+                self._end_call(self._answer_of(key, error))
+                continue
+            if inspect.iscoroutine(value):
+                self._coroutines.add(invoke)
+                self.send(("begun", key, 0, 0))  # of the loop's thread, which is nobody's own
+                asyncio.run_coroutine_threadsafe(self._awaited(key, value, finish, arguments), self._loop)
+                continue
+            self._coroutines.discard(invoke)
+            self._end_call(self._finished(key, value, finish, arguments))
+
+    async def _awaited(self, key: Any, value: Any, finish: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        try:
+            answer = self._finished(key, await value, finish, arguments)
+        except BaseException as error:
+            answer = self._answer_of(key, error)
+        self._end_call(answer)
+        self._serve_work()
+
+    def _end_call(self, answer: bytes) -> None:
+        with self._beginning:
+            self._under_way -= 1
+        self._write(answer)
+
+    def _finished(self, key: Any, value: Any, finish: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+        try:
+            return pickle.dumps(("done", key, finish(value, *arguments)))
+        except BaseException as error:
+            return self._answer_of(key, error)
+
+    @staticmethod
+    def _answer_of(key: Any, error: BaseException) -> bytes:
+        if isinstance(error, WrongValue):
+            return pickle.dumps(("wrong", key, plain_text(str(error))))
+        return pickle.dumps(("raised", key, *_told(error)))
 
     def _find_unreadable(self, values: Sequence[tuple[int, str, bytes]]) -> None:
         for i, column, packed in values:
@@ -208,8 +258,7 @@ class Server:
 
     def _stop(self) -> None:
         with self._beginning:
-            while not self._work.empty():
-                self._work.get_nowait()
+            self._work.clear()
         self._loop.call_soon_threadsafe(cancel_tasks, self._loop)
         self.send(("stopped",))
 
@@ -252,14 +301,10 @@ class Server:
 def _told(error: BaseException) -> tuple[str, str, Any, bool]:
     """An error that was just caught, in words: class, message, frames, and whether memory ran out."""
     try:
-        said = plain_text(str(error))
-    except BaseException as second:
-        said = f"(its message cannot be read: {type(second).__name__})"
-    try:
         chain = chain_of(error)
     except BaseException:
         chain = ()
-    return type(error).__name__, said, chain, no_memory(error)
+    return type(error).__name__, said(error), chain, no_memory(error)
 
 
 def random_states() -> dict[str, bytes]:

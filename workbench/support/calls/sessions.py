@@ -8,9 +8,9 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.errors import BadInput, StageError
 from workbench.errors.frames import RaisedElsewhere
@@ -21,8 +21,8 @@ from workbench.support.calls.outcomes import Failed, Left
 from workbench.support.calls.pickling import by_value, name_of, packed_rows, pickled, values_of
 from workbench.support.calls.process import CallProcess, LimitPassed, ProcessEnded
 from workbench.support.calls.server import event_loop, random_states, set_random_states
+from workbench.support.calls.session import TICK_S, Session
 
-TICK_S = 0.05
 OF_CALLS = ("begun", "done", "wrong", "raised")  # messages about one call, which is named by a number and its row
 _numbers = itertools.count()  # one for the calls of each stage, so that no late answer passes for one of a later stage
 GRACE_S = 2.0  # for calls under way, when others have failed
@@ -36,46 +36,14 @@ _in_place = False
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
-    """Inside, functions are called in their host's own thread, one after the other, without limits, and what they
-    raise is raised as it is: so that a debugger can stop in them."""
+    """Inside, functions are called in their host, one after the other, without limits, and what they raise is raised as
+    it is: so that a debugger can stop in them. They have their host's own thread, unless they wait for it."""
     global _in_place
     _in_place, before = True, _in_place
     try:
         yield
     finally:
         _in_place = before
-
-
-class Session(Protocol):
-    """A function in use, with a state that its calls share.
-
-    alive: whether it takes further calls; not after its process was killed.
-    """
-
-    alive: bool
-
-    def each(
-        self,
-        invoke: Callable[..., Any],
-        finish: Callable[..., Any],
-        calls: Sequence[Sequence[Any]],
-        *,
-        concurrency: int,
-        timeout_s: float,
-        done: Callable[[int, Any], None],
-        failed: Failed,
-        tick: Callable[[], None] = lambda: None,
-    ) -> Left:
-        """`finish(invoke(function, state, *calls[i]), *calls[i])` for each i, and `done(i, value)` in this thread as
-        they finish, in any order; or `failed(i, ...)` for a call that raises, returns a wrong value, or passes a limit.
-        The others go on, but for those whose process had to be killed: they are left, and the session takes no more.
-
-        invoke: a function of a module; it may give a coroutine, which is awaited. finish: raises `WrongValue` for what
-        must not be returned. concurrency: calls at the same time, in threads (for functions that wait on a network or a
-        sandbox). timeout_s: for one call. tick: called twenty times a second; it may raise, as `failed` may. Then calls
-        under way have two seconds to end, and their process is killed where they do not.
-        """
-        ...
 
 
 class UserCalls:
@@ -92,6 +60,15 @@ class UserCalls:
         self._process: CallProcess | None = None
         self._made_for: tuple[Any, ...] = ()
         self._loaded: dict[str, None] = {}
+        self._beside: list[UserCalls] = []
+
+    def processes(self, n: int) -> list[UserCalls]:
+        """Calls in n processes, of which the first is this one. More that there were before end."""
+        for one in self._beside[n - 1 :]:
+            one.close()
+        del self._beside[n - 1 :]
+        self._beside += [UserCalls(self._texts) for _ in range(n - 1 - len(self._beside))]
+        return [self, *self._beside]
 
     @classmethod
     def code_changed(cls) -> None:
@@ -105,24 +82,24 @@ class UserCalls:
                 self._with(function)
 
     @contextlib.contextmanager
-    def session(self, function: Any) -> Iterator[Session]:
-        """A function in use. Raises `BadInput` for one that cannot be sent to a process, `StageError` where that ends
-        before it takes the function."""
+    def session(self, function: Any, *, asks_host: bool = False) -> Iterator[Session]:
+        """A function in use. asks_host: it waits for the thread that polls, and so has another one. Raises `BadInput`
+        for one that cannot be sent to a process, `StageError` where that ends before it takes the function."""
         if _in_place or not limits_of(function).own_process:
             with event_loop() as loop:
-                yield InHost(function, loop, threads=not _in_place)
+                yield InHost(function, loop, threads=asks_host or not _in_place, raises=_in_place)
             return
         try:
             process, key = self._with(function)
             process.send("begin", key, random_states())
         except ProcessEnded as problem:
-            self.close()
+            self._end()
             raise StageError(
                 f"{name_of(function)}: its process {problem}", "it imports the modules that the function uses",
                 "look at what its host has printed, and mend these modules",
             ) from None  # fmt: skip
         except KeyboardInterrupt:  # half a message may be on its way
-            self.close()
+            self._end()
             raise
         session = _Isolated(process, name_of(function))
         try:
@@ -132,7 +109,12 @@ class UserCalls:
                 session.end()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and those beside it."""
+        for one in self._beside:
+            one.close()
+        self._end()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -144,7 +126,7 @@ class UserCalls:
         threads = torch.get_num_threads() if torch is not None else 1
         made_for = limits, threads, self._edits
         if self._process is None or not self._process.alive or made_for != self._made_for:
-            self.close()
+            self._end()
             self._process = CallProcess(limits, threads=threads, texts=self._texts())
             self._made_for, self._loaded = made_for, {}
         key = hashlib.blake2b(payload, digest_size=16).hexdigest()
@@ -166,54 +148,62 @@ class _Call:
     ident: int
 
 
-class _Isolated:
+class _Isolated(Session):
     """A session in a process."""
 
     def __init__(self, process: CallProcess, name: str) -> None:
         self._process, self._name = process, name
         self._open: dict[int, _Call] = {}
-        self._left: set[int] = set()
+        self._calls: dict[int, Sequence[Any]] = {}  # those that have not ended
+        self._new: list[tuple[int, Callable[..., Any], Callable[..., Any]]] = []
+        self._packed: list[tuple[Any, bytes, int]] = []
         self._suspects: list[int] = []
         self._why = ("", "", "")
-        self._number, self._unread = -1, deque[tuple[Any, ...]]()
-        self._heard_s = time.monotonic()
+        self._number, self._unread = next(_numbers), deque[tuple[Any, ...]]()
+        self._heard_s, self._next_check_s = time.monotonic(), 0.0
         self._ready = False  # it has loaded the function, which may import much
         self.alive = True
 
-    def each(
+    def submit(
         self,
         invoke: Callable[..., Any],
         finish: Callable[..., Any],
-        calls: Sequence[Sequence[Any]],
+        calls: Mapping[int, Sequence[Any]],
         *,
         concurrency: int,
-        timeout_s: float,
-        done: Callable[[int, Any], None],
-        failed: Failed,
-        tick: Callable[[], None] = lambda: None,
-    ) -> Left:
-        next_tick_s, self._heard_s = 0.0, time.monotonic()
-        self._number, self._left, self._suspects = next(_numbers), set(range(len(calls))), []
+    ) -> None:
+        if not self._calls:
+            self._heard_s = time.monotonic()
+        self._calls.update(calls)
+        self._new += [(i, invoke, finish) for i in calls]
+        self._concurrency = concurrency
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._calls)
+
+    @property
+    def left(self) -> Left:
+        return Left(tuple(sorted(self._calls)), tuple(self._suspects), self._why)
+
+    def poll(self, wait_s: float, timeout_s: float, done: Callable[[int, Any], None], failed: Failed) -> None:
+        gone: ProcessEnded | None = None
         try:
-            packed, sent = packed_rows(calls, self._name), False
-            while self._left and self.alive:
-                if self._ready and not sent:
-                    self._process.send("calls", invoke, finish, packed, concurrency, self._number)
-                    sent = True
-                self._unread.extend(self._process.receive(TICK_S))
+            try:
+                self._send_new()
+            except ProcessEnded as problem:  # what it said before tells which call ended it
+                gone = problem
+            while self.alive and (messages := self._process.receive(wait_s)):
+                self._unread.extend(messages)
                 while self._unread:
-                    message = self._unread.popleft()
-                    if message[0] == "unreadable" and len(message) == 1:  # which of the values is it
-                        values = [(i, column, by_value(value)) for i, column, value in values_of(calls)]
-                        self._process.send("find_unreadable", values)
-                    else:
-                        self._handle(message, done, failed)
-                now_s = time.monotonic()
-                if self._left and self.alive and now_s >= next_tick_s:
-                    tick()
-                    self._process.watch()
-                    self._check_time(timeout_s, failed)
-                    next_tick_s = now_s + TICK_S
+                    self._handle(self._unread.popleft(), done, failed)
+                wait_s = 0.0
+            if gone is not None:
+                raise gone
+            if self._calls and self.alive and (now_s := time.monotonic()) >= self._next_check_s:
+                self._process.watch()
+                self._check_time(timeout_s, failed)
+                self._next_check_s = now_s + TICK_S
         except ProcessEnded as problem:
             thread, frames = self._process.crashed_in()
             self._kill()
@@ -228,12 +218,17 @@ class _Isolated:
                     "raise the limit, or mend the function; its process was killed",
                     alone=not self._process.ended_calls,
                 )  # fmt: skip
-        finally:
-            if self._left and self.alive:
-                self._abandon(done)
         if self._suspects and self.alive:
             self._kill()
-        return Left(tuple(sorted(self._left)), tuple(self._suspects), self._why)
+
+    def _send_new(self) -> None:
+        """Send the calls that were submitted, once there is a function to make them."""
+        if self._new:
+            packed = packed_rows([self._calls[i] for i, _, _ in self._new], self._name)
+            self._packed.append((self._new, packed, self._concurrency))
+            self._new = []
+        while self._ready and self._packed:
+            self._process.send("calls", self._number, *self._packed.pop(0))
 
     def _blame(
         self,
@@ -253,10 +248,10 @@ class _Isolated:
         if culprit is None and (len(under_way) > 1 or not alone):
             self._why = what, rule, remedy
             self._suspects += under_way
-            self._left -= set(under_way)
+            self._drop(under_way)
             return
-        culprit = (under_way or sorted(self._left))[0] if culprit is None else culprit
-        self._left.discard(culprit)
+        culprit = (under_way or sorted(self._calls))[0] if culprit is None else culprit
+        self._drop([culprit])
         failed(culprit, what, rule, remedy, note=note)
 
     def end(self) -> None:
@@ -279,6 +274,11 @@ class _Isolated:
         """Take in a message."""
         name, *rest = message
         self._heard_s = time.monotonic()
+        if name == "unreadable" and not rest:  # which of the values is it
+            numbers = list(self._calls)
+            values = [(numbers[n], column, by_value(v)) for n, column, v in values_of(list(self._calls.values()))]
+            self._process.send("find_unreadable", values)
+            return
         if name in OF_CALLS:
             (number, i), *rest = rest
             if number != self._number:  # of a call of before, which was given up
@@ -306,7 +306,7 @@ class _Isolated:
         if name == "unreadable":
             column, kind, said, chain, _ = rest
             self._kill()
-            self._left.discard(i)
+            self._drop([i])
             failed(
                 i, f"could not be given {column}: {kind}: {said}", "a row is sent to the function's process, pickled",
                 "give it texts, numbers, lists, dicts, or objects whose modules its process can import",
@@ -314,7 +314,7 @@ class _Isolated:
             )  # fmt: skip
             return
         del self._open[i]
-        self._left.discard(i)
+        self._drop([i])
         self._process.ended_calls += 1
         if name == "done":
             done(i, rest[0])
@@ -332,8 +332,8 @@ class _Isolated:
 
     def _all_failed(self, failed: Failed, what: str, rule: str, cause: BaseException | None = None) -> None:
         """None of the calls can be made."""
-        for i in sorted(self._left):
-            self._left.discard(i)
+        for i in sorted(self._calls):
+            self._drop([i])
             failed(i, what, rule, "mend what they do when they are imported", cause=cause)
 
     def _check_time(self, timeout_s: float, failed: Failed) -> None:
@@ -348,15 +348,18 @@ class _Isolated:
             # one that computes may keep the others from going on; where none does, each waits for something of its own
             late = self._process.computing(late) or late
             self._kill()
-            self._left -= set(late)
+            self._drop(late)
             for i in late:
                 failed(
                     i, f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call",
                     "raise call_timeout_s, or mend the function; its process was killed",
                 )  # fmt: skip
 
-    def _abandon(self, done: Callable[[int, Any], None]) -> None:
-        """Begin no further call, and give those under way a moment to end; then kill the process."""
+    def excuse(self, calls: Iterable[int], seconds: float) -> None:
+        for i in set(calls) & self._open.keys():
+            self._open[i].begun_s += seconds
+
+    def abandon(self, done: Callable[[int, Any], None] = lambda i, value: None) -> None:
         stopped, deadline_s = False, time.monotonic() + GRACE_S
         try:
             self._process.send("stop")
@@ -370,13 +373,19 @@ class _Isolated:
                     if name == "begun":
                         self._open[rest[0][1]] = _Call(time.monotonic(), *rest[1:])
                     elif self._open.pop(rest[0][1], None) and name == "done":
-                        self._left.discard(rest[0][1])
+                        self._drop([rest[0][1]])
                         done(rest[0][1], rest[1])
         except (ProcessEnded, LimitPassed):
             pass
         finally:
             if self._open or not stopped:
                 self._kill()
+            self._number, self._new, self._packed, self._calls = next(_numbers), [], [], {}
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        """These calls have ended, or are suspects."""
+        for i in numbers:
+            del self._calls[i]
 
     def _kill(self) -> None:
         self.alive = False

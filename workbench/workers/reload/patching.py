@@ -22,6 +22,7 @@ from importlib.util import resolve_name
 from typing import Any, Protocol
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import said, shown
 from workbench.models.spec import Model
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.fingerprint import fingerprint
@@ -76,10 +77,10 @@ def check_syntax(sources: Mapping[str, SourceFile]) -> None:
             compile(source.text, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            said = error.msg if isinstance(error, SyntaxError) else str(error)
+            words = error.msg if isinstance(error, SyntaxError) else said(error)
             text = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
             raise BadInput(
-                f"{source.path}{line}: {type(error).__name__}: {said}" + (f": {text!r:.80}" if text else ""),
+                f"{source.path}{line}: {type(error).__name__}: {words}" + (f": {shown(text, 80)}" if text else ""),
                 "no process has taken any of the edits: the old code goes on",
                 "mend the file, and call it again",
             ) from None
@@ -123,7 +124,7 @@ class Patch:
             text = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)])
             at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
             self.undo()
-            return Patched(error=f"{type(error).__name__}: {error}{at}", traceback=text)
+            return Patched(error=f"{type(error).__name__}: {said(error)}{at}", traceback=text)
         return Patched(
             modules=tuple(self._rebound),
             changed=tuple(self._changed),

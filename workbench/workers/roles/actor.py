@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,22 +15,26 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
-from workbench.messages.metrics import Max, Mean, Metric, Metrics
+from workbench.errors.plain_text import shown
+from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
+from workbench.models.heads import PackedModule
 from workbench.models.lora import add_lora, without_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
-from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
+from workbench.objectives.covariance import CovarianceLoss, KLCov
+from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least, checked
-from workbench.workers.device_metrics import DeviceMetrics, OnDevice
+from workbench.workers.gradient_norms import response_gradient_norms
+from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
 from workbench.workers.inference import (
     LOG_PROB_TEMPERATURE,
     check_temperature,
@@ -39,7 +44,8 @@ from workbench.workers.inference import (
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.micro_batches import MicroBatch, Scatter, largest
+from workbench.workers.micro_batches import MicroBatch, Scatter
+from workbench.workers.policy_tokens import PolicyTokens
 from workbench.workers.readings import token_log_probs_and_entropies
 from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
@@ -48,7 +54,9 @@ from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.roles.trained import check_update
 from workbench.workers.rollout_weights import rollout_weights
+from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
 from workbench.workers.saving import save_adapter
+from workbench.workers.token_logits import OF_MODEL, stand_ins
 from workbench.workers.update import Term
 from workbench.workers.user_loss import (
     Asked,
@@ -56,16 +64,15 @@ from workbench.workers.user_loss import (
     UserFunction,
     check_function,
     check_names,
-    reported,
-    selected,
 )
 from workbench.workers.worker import Context
 
-GRADIENTS = ("log_prob", "entropy")  # what a loss may ask for that has a gradient
-GIVEN = (*GRADIENTS, "mask")  # beside columns
+GRADIENTS = ("log_prob", "entropy")  # numbers of tokens, with a gradient, that a loss may ask for
+WITH_GRADIENT = (*GRADIENTS, *OF_MODEL)
+GIVEN = (*WITH_GRADIENT, "mask")  # beside columns
 # of metrics, as in `checked_loss`; on_policy=True, a correction and further terms report some of them
 OWN_METRICS = (
-    "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
+    "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "sft_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
     "old_log_prob/", "correction/",
 )  # fmt: skip
 OF_TOKENS = ("ratio",)
@@ -73,11 +80,16 @@ A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the 
 
 
 def token_function(
-    loss: PolicyLoss | UserFunction, clip: float | None, clip_high: float | None, dual_clip: float | None
+    loss: PolicyLoss | CovarianceLoss | UserFunction,
+    clip: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
 ) -> UserFunction:
     """A loss by name as a function such as users write; theirs as it is."""
     if callable(loss):
         return loss
+    if isinstance(loss, CovarianceLoss):
+        return covariance_function(loss, clip, clip_high)
 
     def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
@@ -93,9 +105,10 @@ def _asked(arguments: Mapping[str, Any]) -> Asked:
 
 def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["prompt_ids", "response_ids", "response_mask"]
-    columns += [name for name in _asked(arguments).needed if name not in GIVEN]
+    columns += [name for name in _asked(arguments).needed if name not in (*GIVEN, HELD_BACK)]
     columns += ["old_log_prob", "ref_log_prob"] if arguments["kl_coefficient"] else []
     columns += ["pretrain_ids"] if arguments["pretrain_coefficient"] else []
+    columns += ["demonstrated"] if arguments["sft_coefficient"] else []
     columns += ["old_log_prob", "rollout_log_prob"] if arguments["correction"] is not None else []
     return tuple(name for name in dict.fromkeys(columns) if name != "old_log_prob" or not arguments["on_policy"])
 
@@ -103,7 +116,7 @@ def _update_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _optional_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """What a loss asks for with a default, and what metrics are made of."""
     columns = [name for name in _asked(arguments).optional if name not in GIVEN]
-    columns += ["rollout_log_prob", *COUNTING, *([] if arguments["on_policy"] else ["old_log_prob"])]
+    columns += ["rollout_log_prob", *MASK_COLUMNS, *COUNTING, *([] if arguments["on_policy"] else ["old_log_prob"])]
     return tuple(dict.fromkeys(columns))
 
 
@@ -117,13 +130,13 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
     check_temperature(arguments)
     if arguments["clip"] is not None:
         within("clip", arguments["clip"], 0, 1)
-    for name in ("kl_coefficient", "pretrain_coefficient"):
+    for name in ("kl_coefficient", "pretrain_coefficient", "sft_coefficient"):
         at_least(name, arguments[name], 0)
     for name in ("clip_high", "dual_clip"):
         if arguments[name] is not None:
             at_least(name, arguments[name], 0 if name == "clip_high" else 1)
     if callable(loss := arguments["loss"]):
-        check_function("loss", loss, A_LOSS, one_of=GRADIENTS)
+        check_function("loss", loss, A_LOSS, one_of=WITH_GRADIENT)
         for name in ("clip", "clip_high", "dual_clip"):
             if arguments[name] is not None:
                 raise BadInput(
@@ -131,17 +144,20 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
                     "a clip is for the losses that have a name here: a function has options of its own",
                     f"give it to the function: functools.partial({name_of(loss)}, {name}={arguments[name]})",
                 )
-    if loss == "sapo" and (arguments["clip"] is not None or arguments["clip_high"] is not None):
-        given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
-        raise BadInput(f"{given} with loss='sapo'", "SAPO has no clip: its gate is smooth", "leave it out")
+    given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
+    if given and (loss == "sapo" or isinstance(loss, KLCov)):
+        why = "SAPO has no clip: its gate is smooth" if loss == "sapo" else "KL-Cov has no clip"
+        raise BadInput(f"{given} with loss={loss!r}", why, "leave it out")
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
         raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
     correction = arguments["correction"]
     if correction is not None and not isinstance(correction, Correction):
-        raise BadInput(f"correction={correction!r:.60}", "must be a wb.Correction(...), or None")
+        raise BadInput(f"correction={shown(correction)}", "must be a wb.Correction(...), or None")
     checked("on_policy", arguments["on_policy"], bool)
-    if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1):
+    covariance = isinstance(loss, CovarianceLoss)
+    if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1 or covariance):
         which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
+        which = f"loss={loss!r}" if covariance else which
         raise BadInput(f"on_policy=True with {which}", *_NEEDS_OLD)
 
 
@@ -191,22 +207,24 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
-        optional=("rollout_log_prob", "response_mask"),
+        optional=("rollout_log_prob", "response_mask", "demonstrated", *MASK_COLUMNS, *COUNTING),
         writes=("old_log_prob",),
         minibatched=True,
         check=check_temperature,
     )
     def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
-        """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature).
+        """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature); of rollouts
+        with a sampling mask (`keep_mask`) over the tokens that could be drawn, and so is their entropy.
 
         temperature: None takes the one that the responses were sampled with. It is kept in the batch's meta as
         `log_prob_temperature`, and `update_actor` takes its ratios at it; `compute_ref_log_prob` needs its own
         `temperature=` for a KL between the two at another temperature than the rollout's.
         Metrics `rollout_gap/...`: |old_log_prob - rollout_log_prob|. The first is of the model alone, the second of
-        what was sampled from: after top-p, penalties and the like (see `Sampling`) their effect is part of the gap.
+        what was sampled from: after top-p without its mask, penalties and the like (see `Sampling`) their effect is
+        part of the gap. Metrics are those of the rows that are `valid`.
         """
-        scale = sampling_temperature(batch, temperature)
-        reading, entropies = token_log_probs_and_entropies(scale), Scatter(batch.ragged("response_ids"))
+        scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
+        reading, entropies = token_log_probs_and_entropies(scale, mask), Scatter(batch.ragged("response_ids"))
 
         def forward(micro: MicroBatch) -> Tensor:
             log_probs_N, entropy_N = reading.of(self.engine, micro)
@@ -219,10 +237,47 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             "entropy": mean_of(entropies.column(), batch),
         }
         if "rollout_log_prob" in batch.columns:
-            gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), batch)
+            sampled = batch
+            if "demonstrated" in batch.columns:  # what was not sampled
+                valid = batch.valid & ~batch.numbers("demonstrated").bool()
+                sampled = replace(batch, columns={**batch.columns, "valid": valid})
+            gap = chosen(column.like((column.values - batch.ragged("rollout_log_prob").values).abs()), sampled)
             metrics["rollout_gap/mean"] = Mean(total=float(gap.sum()), count=len(gap))
             metrics["rollout_gap/max"] = Max(value=float(gap.max()) if len(gap) else 0.0)
-        return Output(columns={"old_log_prob": column}, metrics=metrics, meta={LOG_PROB_TEMPERATURE: scale})
+        meta: dict[str, Any] = {LOG_PROB_TEMPERATURE: scale}
+        if mask is not None or OVER_MASK in batch.meta:
+            meta[OVER_MASK] = mask is not None
+        return Output(columns={"old_log_prob": column}, metrics=metrics, meta=meta)
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "response_mask"),
+        optional=(*MASK_COLUMNS, *COUNTING),
+        writes=("gradient_norm",),
+        minibatched=True,
+        check=check_temperature,
+    )
+    def compute_gradient_norm(self, batch: Shard, *, temperature: float | None = None) -> Output:
+        """Column `gradient_norm` [rows]: |grad log pi(response | prompt)|, the norm over all trained weights of the
+        gradient of the response's log-probability, the sum over the tokens of `response_mask`.
+
+        `compute_advantages(estimator="off_policy_baseline")` takes it (VCPO). No step is taken. It costs a forward and
+        a backward pass for each response alone; with Training(engine="deepspeed") replicas take turns, so that it lasts
+        as many times as long as there are replicas. Rows that are not `valid` have 0, and cost nothing.
+        temperature: None takes the one that `old_log_prob` was taken at, else the rollout's. Over the sampling mask,
+        where there is one. Metric `gradient_norm/mean`.
+        """
+        mask = SamplingMask.of(batch, self.spec, self.context)
+        norms = response_gradient_norms(
+            batch,
+            self.engine,
+            old_log_prob_temperature(batch, temperature),
+            None if mask is None else mask.sets,
+            self.context,
+        )
+        valid = batch.valid
+        mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
+        return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
 
     @register(
         THREE_D_PROTO,
@@ -238,7 +293,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         self,
         batch: Shard,
         *,
-        loss: PolicyLoss | Callable[..., Any] = "ppo",
+        loss: PolicyLoss | CovarianceLoss | Callable[..., Any] = "ppo",
         clip: float | None = None,
         clip_high: float | None = None,
         dual_clip: float | None = None,
@@ -250,17 +305,21 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         kl: KLLoss = "k3",
         correction: Correction | None = None,
         pretrain_coefficient: float = 0.0,
+        sft_coefficient: float = 0.0,
         temperature: float | None = None,
         on_policy: bool = False,
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.
 
         loss: "ppo" (clipped ratio of each token), "gspo" (of each sequence), "cispo" (clipped importance weight),
-        "sapo" (a smooth gate in place of the clip), or a function that gives the loss of each token [rows, tokens], or
-        (that, metrics), each [rows, tokens] or [rows]. It is called for a micro-batch, with what it asks for by the
-        names of its parameters: `log_prob` and `entropy` (with gradient), `mask` (bool), and columns of the batch: of
-        tokens [rows, tokens], 0 outside the mask, or [rows]. A parameter with a default keeps it where there is no such
-        column. No row is skipped for a function. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
+        "sapo" (a smooth gate in place of the clip), `KLCov()` or `ClipCov()` (which hold back tokens, chosen by
+        `old_log_prob`), or a function that gives the loss of each token [rows, tokens], or (that, metrics), each
+        [rows, tokens] or [rows]. It is called for a micro-batch, with what it asks for by the names of its parameters:
+        `log_prob` and `entropy` (with gradient), `mask` (bool), `hidden_states` [rows, tokens, hidden] that predict the
+        tokens, `logits`, whose `map` calls a function with the logits of a few tokens at a time
+        (`workbench.workers.token_logits.Logits`), and columns of the batch: of tokens [rows, tokens], 0 outside the
+        mask, or [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a
+        function. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for
         both sides; without either: 0.2 for "ppo", 3e-4 and 4e-4 for "gspo", 1 and 2 for "cispo".
         epochs: over the same minibatches. dual_clip: bound of PPO's objective for negative advantages.
@@ -268,9 +327,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         entropy_coefficient: bonus. kl_coefficient, kl: penalty against `ref_log_prob` in the loss, and its form: see
         `workbench.objectives.kl.kl_loss`.
         correction: weights the policy loss (not bonus and penalty) by `old_log_prob` against `rollout_log_prob`, for
-        engines that sample from another distribution than the trainer's, or from older weights.
+        engines that sample from another distribution than the trainer's, or from older weights. Rollouts with top_p,
+        top_k or min_p need their sampling mask for it (`keep_mask`): with one, log-probabilities and entropies are over
+        the tokens that could be drawn.
         pretrain_coefficient: weight of the language-model loss on the minibatch's `pretrain_ids`, see `compute_loss`:
-        its gradient is part of the same optimizer step.
+        its gradient is part of the same optimizer step. sft_coefficient: rows that are `demonstrated` have the loss of
+        `update_sft` with this weight, over their own tokens, and no part in the policy's (HPT).
         temperature: None takes the one that `old_log_prob` was taken at, which is the rollout's unless
         `compute_log_prob` was given another.
         on_policy: one optimizer step, whose own forward pass gives what `compute_log_prob` would: `old_log_prob` is not
@@ -285,80 +347,55 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
 
         A row that is not `valid` has no part in it: neither in the loss nor in a denominator.
         """
+        terms: list[Term] = []
+        if pretrain_coefficient:
+            terms.append(self.pretraining_term(batch, pretrain_coefficient))
+        if sft_coefficient:
+            batch, term = self.demonstrated_rows(batch, sft_coefficient)
+            terms.append(term)
         scale = old_log_prob_temperature(batch, temperature)
-        mask, with_old = batch.valid_mask, on_policy or "old_log_prob" in batch.columns
+        sampling_mask = SamplingMask.of(batch, self.spec, self.context)
+        if "old_log_prob" in batch.columns and not on_policy:
+            check_same_tokens(batch, sampling_mask)
         function = TokenFunction(
             argument="loss",
             function=token_function(loss, clip, clip_high, dual_clip),
             columns=batch.columns,
-            mask=mask,
+            mask=batch.valid_mask,
             own=OWN_METRICS,
             of_tokens=OF_TOKENS,
             remedy="lab.check(loss=, batch=) tries it on a batch before an update",
         )
         if callable(loss):
-            function.rehearse(GRADIENTS)
-        with_entropy = on_policy or entropy_coefficient != 0 or "entropy" in Asked.by(function.function).names
+            function.rehearse(GRADIENTS, of_model=partial(stand_ins, module=cast(PackedModule, self.engine.module)))
+        held_back = None
+        if isinstance(loss, CovarianceLoss):
+            held_back = held_back_tokens(batch, loss, self.context.groups.data)
         weights = None if correction is None else rollout_weights(batch, correction, self.context)
-
-        def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, DeviceMetrics]:
-            log_probs_N, entropy_N = output
-            mask_BR = micro.mask_BR(mask)
-            log_probs_BR = selected(micro.to_BR(log_probs_N), micro.column_BR(mask).bool())
-            now_BR = old_BR = log_probs_BR.detach()
-            if with_old and not on_policy:
-                old_BR = micro.column_BR(batch.ragged("old_log_prob"))
-            given = {"log_prob": log_probs_BR}
-            given |= {"old_log_prob": old_BR} if with_old else {}
-            given |= {"entropy": micro.to_BR(entropy_N)} if with_entropy else {}
-            loss_BR, told = function.of(micro, given)
-            if weights is not None:
-                loss_BR = loss_BR * micro.column_BR(weights.column)
-            mean = micro.mean_over(mask_BR)
-            metrics: dict[str, Metric | OnDevice] = {}
-            if with_old:
-                ratio_BR = told.pop("ratio") if "ratio" in told else ratio_of(now_BR, old_BR)
-                metrics["ratio/mean"] = mean(ratio_BR)
-                metrics["ratio/max_deviation"] = largest(torch.where(mask_BR > 0, (ratio_BR - 1).abs(), 0.0))
-            metrics |= {name: reported(micro, values, mask_BR) for name, values in told.items()}
-            if with_old:
-                metrics["approximate_kl"] = mean(kl_estimate(old_BR, now_BR, "k3"))
-            if "rollout_log_prob" in batch.columns:
-                rollout_BR = micro.column_BR(batch.ragged("rollout_log_prob"))
-                # a selection, not a product: outside the mask the exponential may be infinite
-                gap_BR = torch.where(mask_BR > 0, now_BR - rollout_BR, 0.0)
-                metrics["rollout_ratio/max_deviation"] = largest((gap_BR.exp() - 1).abs())
-                if on_policy:
-                    metrics["rollout_gap/mean"] = mean(gap_BR.abs())
-                    metrics["rollout_gap/max"] = largest(gap_BR.abs())
-            if on_policy:
-                metrics["old_log_prob/mean"] = mean(now_BR)
-            if with_entropy:
-                metrics["entropy"] = mean(given["entropy"])
-            if entropy_coefficient:
-                loss_BR = loss_BR - entropy_coefficient * given["entropy"]
-            if kl_coefficient:
-                kl_BR = kl_loss(log_probs_BR, old_BR, micro.column_BR(batch.ragged("ref_log_prob")), kl)
-                loss_BR = loss_BR + kl_coefficient * kl_BR
-                metrics["kl_loss"] = mean(kl_BR)
-            return loss_BR, metrics
-
-        # bonus and penalty have a gradient in every row, a built-in loss only in rows with an advantage; a user's
+        of_tokens = PolicyTokens(
+            batch=batch,
+            function=function,
+            on_policy=on_policy,
+            entropy_coefficient=entropy_coefficient,
+            kl_coefficient=kl_coefficient,
+            kl=kl,
+            weights=None if weights is None else weights.column,
+            held_back=held_back,
+        )
+        # bonus and penalty have a gradient in every row, other built-in losses only in rows with an advantage; a user's
         # function may have one in any row
-        every_row = bool(entropy_coefficient or kl_coefficient or callable(loss))
-        skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), mask)
+        every_row = bool(entropy_coefficient or kl_coefficient or callable(loss) or isinstance(loss, KLCov))
+        skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), batch.valid_mask)
+        sets = None if sampling_mask is None else sampling_mask.sets
         main = Term(
             shard=batch,
-            inputs=lambda micro: micro.scored(scale, with_entropy=with_entropy),
-            loss=token_loss,
+            inputs=lambda micro: of_tokens.inputs(micro, scale, sets),
+            loss=of_tokens,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
             skip=skip,
         )
-        terms = [main]
-        if pretrain_coefficient:
-            terms.append(self.pretraining_term(batch, pretrain_coefficient))
-        output = self.update(*terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output = self.update(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})

@@ -71,8 +71,9 @@ def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 _estimates = partial(
-    register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask",), minibatched=True
-)
+    register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask", *COUNTING),
+    minibatched=True,
+)  # fmt: skip
 _regresses = partial(
     register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update, check_columns=_check_columns,
     optional=_optional,

@@ -16,7 +16,6 @@ from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_tokenizer
-from workbench.models.heads import TokenLogProbs
 from workbench.models.lora import without_adapter
 from workbench.models.spec import Model
 from workbench.settings.engines import SYNC_STRATEGIES
@@ -31,8 +30,10 @@ from workbench.workers.engine_weights import (
     probe_ids,
     trainer_log_probs,
 )
-from workbench.workers.roles.sampling import SamplingWorker, metrics_of_adapter
+from workbench.workers.model_worker import log_probs_of
+from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.roles.trained import TrainedWorker
+from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
 from workbench.workers.weight_transition import WeightTransitions
 from workbench.workers.worker import Context
@@ -56,7 +57,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
         assert spec.name and spec.training and spec.dtype
         self.tokenizer = load_tokenizer(spec.name)
-        super().__init__(spec, context, TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens))
+        super().__init__(spec, context, log_probs_of(model, spec))
         self._restored = 0
         if not context.waits:
             self.begin()

@@ -101,5 +101,7 @@ def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metr
     """The 95 % interval of the accuracy over the pairs of all replicas."""
     counts = torch.tensor([float((chosen > rejected).sum()), len(chosen)], dtype=torch.float64)
     right, pairs = data.all_reduce(counts).tolist()
+    if not pairs:
+        return {}
     low, high = binomial_interval(right, pairs)
     return {"accuracy/low": Mean(total=low, count=1), "accuracy/high": Mean(total=high, count=1)}

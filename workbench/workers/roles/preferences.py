@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from workbench.batches.schema import COUNTING
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
@@ -91,7 +93,7 @@ class PreferenceWorker(TrainedWorker):
     @register(
         THREE_D_PROTO,
         reads=PAIR_COLUMNS,
-        optional=REFERENCE_COLUMNS,
+        optional=(*REFERENCE_COLUMNS, *COUNTING),
         writes=("chosen_log_prob", "rejected_log_prob"),
         minibatched=True,
         check=_check,
@@ -104,14 +106,15 @@ class PreferenceWorker(TrainedWorker):
 
         Where the batch has the reference's (for objective "orpo", which has none, always), the metrics are those of
         `update_dpo`, `update_ipo` or `update_orpo` with the same arguments, and the bounds of the accuracy's 95 %
-        interval: what held-out pairs say.
+        interval: what held-out pairs say. They are those of the rows that are `valid`.
         """
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
         chosen, rejected = pair_values(batch, values, self.budget, self.context)
         metrics: Metrics = {}
         if objective == "orpo" or set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss = PairLosses(batch, objective, beta, label_smoothing)
-            _, told, scores = loss(chosen, rejected, list(range(len(batch))))
+            valid_B = batch.valid
+            _, told, scores = loss(chosen[valid_B], rejected[valid_B], valid_B.nonzero()[:, 0].tolist())
             (metrics,) = on_host([told])
             metrics |= accuracy_bounds(*scores, self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
@@ -168,7 +171,7 @@ class PreferenceWorker(TrainedWorker):
     @register(
         THREE_D_PROTO,
         reads=FEEDBACK_COLUMNS,
-        optional=("desirable", *REFERENCE_FEEDBACK_COLUMNS),
+        optional=("desirable", *REFERENCE_FEEDBACK_COLUMNS, *COUNTING),
         writes=("response_log_prob", "mismatched_log_prob"),
         minibatched=True,
         check=_check,
@@ -185,7 +188,7 @@ class PreferenceWorker(TrainedWorker):
         of the answer to another prompt, summed over their tokens, nats.
 
         Where the batch has ratings and the reference's numbers, the metrics are those of `update_kto` with the same
-        arguments: what held-out feedback says.
+        arguments: what held-out feedback says. They are those of the rows that are `valid`.
         """
         values = partial(ANSWER_LOG_PROBS.of, self.engine)
         own, mismatched = (
@@ -194,8 +197,9 @@ class PreferenceWorker(TrainedWorker):
         metrics: Metrics = {}
         if {"desirable", *REFERENCE_FEEDBACK_COLUMNS} <= set(batch.columns):
             kl = self._reference_point(mismatched, batch)
-            ref_B, good_B = batch.numbers("ref_response_log_prob"), batch.numbers("desirable")
-            loss_B, stats = kto_loss(own, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
+            columns = (own, batch.numbers("ref_response_log_prob"), batch.numbers("desirable"))
+            own_B, ref_B, good_B = (column[batch.valid] for column in columns)
+            loss_B, stats = kto_loss(own_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
             (metrics,) = on_host([_kto_metrics(loss_B, stats.rewards_B, good_B, kl)])
         return Output(columns={"response_log_prob": own, "mismatched_log_prob": mismatched}, metrics=metrics)
 
@@ -239,14 +243,27 @@ class PreferenceWorker(TrainedWorker):
             return loss_BR, _kto_metrics(loss_B, stats.rewards_B, good_B, kl) if micro.weight else {}
 
         term = Term(shard=rows, inputs=ANSWER_LOG_PROBS.inputs, loss=loss, prepare=prepare)
-        return self.update(term, epochs=epochs)
+        output = self.update(term, epochs=epochs)
+        return replace(output, notes=(*output.notes, *self._note_on_labels(good)))
+
+    def _note_on_labels(self, desirable_B: Tensor) -> tuple[str, ...]:
+        """What to say where the answers of all replicas have one label."""
+        counts = torch.tensor([int(desirable_B.bool().sum()), len(desirable_B)])
+        good, rows = self.context.groups.data.all_reduce(counts).tolist()
+        if 0 < good < rows:
+            return ()
+        kind, other = ("desirable", "undesirable") if good else ("undesirable", "desirable")
+        return (
+            f"all {rows} answers are {kind}: KTO learns from both kinds, and with one the policy can raise or lower "
+            f"all answers alike. Give {other} ones too, such as both answers of pairs",
+        )
 
     def _reference_point(self, mismatched: Tensor, batch: Shard) -> float:
-        """KTO's estimate of KL(pi || ref), over the rows of all replicas."""
-        gap = mismatched.double() - batch.numbers("ref_mismatched_log_prob").double()
+        """KTO's estimate of KL(pi || ref), over the valid rows of all replicas."""
+        gap = (mismatched.double() - batch.numbers("ref_mismatched_log_prob").double())[batch.valid]
         counts = torch.tensor([float(gap.sum()), len(gap)], dtype=torch.float64)
         total, rows = self.context.groups.data.all_reduce(counts).tolist()
-        return max(0.0, total / rows)
+        return max(0.0, total / max(rows, 1))
 
 
 def _kto_metrics(loss_B: Tensor, rewards_B: Tensor, desirable_B: Tensor, kl: float) -> DeviceMetrics:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Table
+from workbench.batches.schema import COUNTING
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics
@@ -19,13 +20,12 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.settings.precision import PRECISIONS, Precision
 from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
 from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.model_worker import ModelWorker
+from workbench.workers.model_worker import ModelWorker, log_probs_of
 from workbench.workers.precision import computing_in
 from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.distillation import (
@@ -38,6 +38,7 @@ from workbench.workers.roles.distillation import (
 )
 from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, answer_values
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
+from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
 from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
@@ -92,18 +93,22 @@ class ReferencePolicy(Worker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
+        optional=lambda arguments: ("response_mask", *COUNTING, *(MASK_COLUMNS if arguments["sampling_mask"] else ())),
         writes=("ref_log_prob",),
         minibatched=True,
         check=check_temperature,
     )
-    def compute_ref_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
+    def compute_ref_log_prob(
+        self, batch: Shard, *, temperature: float | None = None, sampling_mask: bool = True
+    ) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 
         temperature: None takes the one that the responses were sampled with, whatever `compute_log_prob` was given.
+        sampling_mask: of rollouts with a sampling mask (`keep_mask`) over the tokens that could be drawn, as
+        `old_log_prob` is, so that a KL compares two distributions over the same tokens; False: over all tokens.
         """
         scale = sampling_temperature(batch, temperature)
-        forward = partial(token_log_probs(scale).of, self.engine)
+        forward = partial(token_log_probs(scale, SamplingMask.of(batch, self.spec, self.context)).of, self.engine)
         with self.as_reference():
             column = each_response_token(batch, forward, self.budget, self.context)
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
@@ -111,7 +116,7 @@ class ReferencePolicy(Worker):
     @register(
         THREE_D_PROTO,
         reads=("prompt_ids", "response_ids"),
-        optional=("response_mask",),
+        optional=("response_mask", *MASK_COLUMNS, *COUNTING),
         writes=_precision_columns,
         minibatched=True,
         check=_check_precisions,
@@ -130,16 +135,18 @@ class ReferencePolicy(Worker):
                 "compute_precisions on a model that is cut over ranks", "each rank computes with the whole model",
                 "take a layout without p and t, and zero_stage=2 or less",
             )  # fmt: skip
-        scale = sampling_temperature(batch, temperature)
+        scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         self.engine.load("parameters")
         columns: Table = {}
         metrics: Metrics = {}
 
-        def score(micro: MicroBatch) -> Tensor:
-            log_probs_N: Tensor = module(**micro.scored(scale))[0]
-            return log_probs_N
-
         for name, precision in precisions.items():
+            sets = mask.sets if mask is not None and precision.sampling_mask else None
+
+            def score(micro: MicroBatch, sets: Any = sets) -> Tensor:
+                log_probs_N: Tensor = module(**micro.scored(scale, sets=sets))[0]
+                return log_probs_N
+
             with computing_in(module, precision):
                 found = each_response_token(batch, score, self.budget, self.context)
             columns[f"log_prob_{name}"] = found
@@ -149,7 +156,7 @@ class ReferencePolicy(Worker):
     @register(
         THREE_D_PROTO,
         reads=lambda arguments: (arguments["prompt"], "response_ids"),
-        optional=("response_mask", "valid"),
+        optional=("response_mask", *COUNTING),
         writes=TEACHER_COLUMNS,
         minibatched=True,
         check=check_teacher,
@@ -202,7 +209,7 @@ class ReferenceWorker(ModelWorker, ReferencePolicy):
         assert spec.name and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device)
         super().__init__(spec, context)
-        self.hold(TokenLogProbs(model, micro_batch_tokens=spec.training.micro_batch_tokens), trained=False)
+        self.hold(log_probs_of(model, spec), trained=False)
 
     def state(self) -> dict[str, Any]:
         return {name: weight.to("cpu", copy=True) for name, weight in self.engine.local_weights()}

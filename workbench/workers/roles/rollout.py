@@ -19,7 +19,8 @@ from workbench.resharding.plan import Reshard
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
 from workbench.workers.roles.hybrid import check_strategy
-from workbench.workers.roles.sampling import SamplingWorker, metrics_of_adapter
+from workbench.workers.roles.sampling import SamplingWorker
+from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake

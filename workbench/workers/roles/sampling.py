@@ -2,81 +2,62 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from workbench.batches.schema import STATUS
+from workbench.batches.schema import CONTEXT_STARTS, STATUS
+from workbench.data.agent import Agents
 from workbench.data.environment import Environments
+from workbench.data.environment_pool import EnvironmentPool
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
-from workbench.messages.metrics import Mean, Metrics, merge_metrics
+from workbench.messages.metrics import Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.lora import LoRA
-from workbench.settings.engines import Sampling, check_room, truncation
+from workbench.models.spec import Model
+from workbench.placement import Pool
+from workbench.settings.context import GivenContext
+from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, truncation
 from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import whole
 from workbench.telemetry.syncs import OpenSync, SyncEvent
+from workbench.workers.agents.recording import Recording
+from workbench.workers.agents.server import AgentServer
+from workbench.workers.agents.serving import AgentRow, Serving, serve
+from workbench.workers.compaction import Compaction
 from workbench.workers.conversation import Conversation, converse
-from workbench.workers.engine_weights import TrainerWeights, differing_weights
+from workbench.workers.engine_weights import TrainerWeights
 from workbench.workers.failures import Status, failed_rows
 from workbench.workers.inference import TRUNCATION
-from workbench.workers.rollout_columns import rollout_metrics, several_turns, single_turn
+from workbench.workers.kept_conversations import KeptConversations, key_of
+from workbench.workers.rollout_columns import (
+    COMPONENTS,
+    TURN_COLUMNS,
+    context_starts,
+    never_answered,
+    rollout_metrics,
+    several_turns,
+    single_turn,
+)
+from workbench.workers.sampling_mask import MASK_COLUMNS
+from workbench.workers.sync_check import SyncMetrics, require_small
 from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
-# `benchmarks/sync_gap.py` prints what they are taken from. CPU, SmolLM2-135M and tiny models, before and after updates:
-# float32 at most 6e-6 (135M, 30 layers) and 8e-7 (tiny), bfloat16 0.048 and 0.017; in both a layer left out, two layers
-# swapped or one with another's keys make 0.31 and more of the 135M model. GPU (H100, SmolLM2-135M and 1.4B parameters):
-# bfloat16 0.02 on sampled tokens; float32 0.004 on random tokens while its attention was in TF32 (`_exact_products` of
-# the vLLM engine), which is kept as what may pass. Weights that lag behind by a few small steps move the probe less
-# than bfloat16 rounds: these are found by their bits, where the engine's can be read, as on a GPU.
-SYNC_TOLERANCE = {
-    ("float32", "cpu"): 2e-4,
-    ("bfloat16", "cpu"): 0.1,
-    ("float32", "cuda"): 1e-2,
-    ("bfloat16", "cuda"): 0.1,
-}
-# Rounding grows where the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
-# 135M model in bfloat16), and so does what may pass.
-LIKELY_NATS = 5.0
-# Of an adapter that is added to weights: half a last place is lost of each sum, which matters less the larger it is.
-LEAST_OF_ADAPTER = 0.9
-
-
-def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
-    """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
-    return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
-
-
-def metrics_of_adapter(arrived: float | None) -> Metrics:
-    """The share of an adapter's change that a sync of summed weights has kept, see `arriving`; a warning where much of
-    it was rounded away, so that rollouts are not those of the policy that is trained."""
-    if arrived is None:
-        return {}
-    if arrived < LEAST_OF_ADAPTER:
-        warnings.warn(
-            f"{arrived:.1%} of the adapter's change arrived in the generation engine: the rest is less than the last "
-            "place of the bfloat16 weights that it is added to. wb.Generation(engine='vllm') on the actor's own ranks "
-            "holds the adapter beside the model; or use wb.Model(..., dtype='float32') for the actor",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return {"sync/adapter_arrived": Mean(total=arrived, count=1)}
+STEPS_TOGETHER = 8  # tokens that ranks of tensor groups make between two exchanges of environments' replies
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
@@ -89,33 +70,24 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
 
 
 def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("prompt_ids", "prompt_uid", *(["prompt"] if arguments["environment"] else []))
+    return ("prompt_ids", "prompt_uid", *(["prompt"] if _of_several_turns(arguments) else []))
 
 
 def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    columns = ("response_ids", "response_mask", "rollout_log_prob", "finished", "ending")
-    return (*columns, *(["turns", "environment_rewards", *STATUS] if arguments["environment"] else []))
+    columns = ["response_ids", "response_mask", "rollout_log_prob", "finished", "ending"]
+    columns += MASK_COLUMNS if arguments["keep_mask"] and truncation(arguments) else []
+    columns += ["prompt_ids", *TURN_COLUMNS, *STATUS] if _of_several_turns(arguments) else []
+    columns += [CONTEXT_STARTS] if arguments["agent"] or arguments["context"] else []
+    return (*columns, *([COMPONENTS] if arguments["agent"] else []))
 
 
-class SyncMetrics:
-    """The metrics of the newest weight sync. The first generation after it reports them; so does the same generation
-    when it is run again, because it was interrupted or its kernel had died: no metric is lost."""
+def _of_several_turns(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments["environment"] or arguments["agent"])
 
-    def __init__(self) -> None:
-        self._metrics, self._taken = Metrics(), False
-        self._seed: tuple[int, ...] = ()
 
-    def note(self, metrics: Metrics) -> Metrics:
-        """A sync has ended."""
-        self._metrics, self._taken = metrics, False
-        return metrics
-
-    def take(self, seed: Sequence[int] = ()) -> Metrics:
-        """What is to be reported. seed: of the generation that reports it; without one, nobody does so again."""
-        if self._taken and not (seed and tuple(seed) == self._seed):
-            return Metrics()
-        self._taken, self._seed = True, tuple(seed)
-        return self._metrics
+def _check_generation(arguments: Mapping[str, Any], model: Model) -> None:
+    check_room(arguments, model.generation)
+    check_mask(arguments, model.generation)
 
 
 class SamplingWorker(Worker):
@@ -144,14 +116,31 @@ class SamplingWorker(Worker):
             sleeps=sleeps,
             cache_bytes=context.cache_bytes,
             lora=lora,
+            float32_head=spec.training is not None and spec.training.head_dtype == "float32",
         )
         if self._moved:
             self.generator.weights_version = -1
 
+    @functools.cached_property
+    def kept(self) -> KeptConversations:
+        """Conversations of a stage that was interrupted."""
+        return KeptConversations()
+
+    def extra_state(self) -> dict[str, Any]:
+        if self.spec.generation is not None and not self._moved:
+            self.kept.only_of(self._drawn_with)
+        return {**super().extra_state(), "conversations": self.kept.state}
+
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._moved = True
+        self.kept.load(state.get("conversations", {}))
         if self.spec.generation is not None and not self.context.waits:
             self.generator.weights_version = -1  # the next call syncs
+
+    @property
+    def _drawn_with(self) -> list[int]:
+        """What tells the weights that are generated with from others."""
+        return [self.generator.weights_version, *self.trained()]
 
     def memory_bytes(self) -> dict[str, int]:
         held = super().memory_bytes()
@@ -180,13 +169,13 @@ class SamplingWorker(Worker):
     @register(
         THREE_D_ALL_MICRO_DP,
         reads=_rollout_reads,
-        optional=lambda arguments: (*STATUS, "counted", *((ALL_TEXT,) if arguments["environment"] else ())),
+        optional=lambda arguments: (*STATUS, "counted", *((ALL_TEXT,) if _of_several_turns(arguments) else ())),
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
         generates=True,
         check=_sampling,
-        check_model=lambda arguments, model: check_room(arguments, model.generation),
+        check_model=_check_generation,
     )
     def generate_sequences(
         self,
@@ -196,6 +185,7 @@ class SamplingWorker(Worker):
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
+        keep_mask: bool = False,
         repetition_penalty: float = 1.0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
@@ -205,8 +195,13 @@ class SamplingWorker(Worker):
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
-        environment: Callable[[], Any] | None = None,
+        environment: Environment | None = None,
+        agent: Agent | None = None,
+        context: GivenContext | None = None,
         max_turns: int = 8,
+        max_calls: int | None = None,
+        max_seconds: float | None = None,
+        most_open: int | None = None,
         concurrency: int = 8,
         call_timeout_s: float = 30.0,
         retries: int = 0,
@@ -222,12 +217,21 @@ class SamplingWorker(Worker):
         samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
         stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
         environment, max_turns: responses of several turns with tool output in between, see
-        `workbench.data.environment`. The other settings, and what they make of the log-probabilities: `Sampling`.
+        `workbench.data.environment`. agent: a harness of yours that asks for each turn over HTTP, see
+        `workbench.data.agent`. context: what the policy reads of a long conversation, see `wb.Context`. The other
+        settings, and what they make of the log-probabilities: `Sampling`.
         Columns: `response_ids`, `response_mask` (False on what an environment wrote), `rollout_log_prob` (see
         `Sampling`; 0 outside the mask) [rows, response tokens]; `ending` [rows]: "eos", "stop" or "length" (cut), with
-        an environment "done", "turns" (cut after max_turns) or "length"; `finished` [rows], False where it was cut.
-        With an environment also `turns` [rows], and `environment_rewards` [rows, response tokens], each turn's on its
-        last token: rename it to `rewards`, or let the reward function use it, see `compute_reward`.
+        an environment "done", or the limit that cut it, see `Sampling`; `finished` [rows], False where it was cut.
+        With an environment also `prompt_ids`, which are new where `reset` returned messages, `turns` [rows], and
+        `environment_rewards` [rows, response tokens], each turn's on its last token: rename it to `rewards`, or let the
+        reward function use it, see `compute_reward`; `turn_starts` and `turn_ends` [rows, turns], between which
+        response tokens each turn of the policy lies, as in a slice, and `turn_rewards` [rows, turns]; `batch.turns()`
+        is a frame of the turns. With an agent the same columns; `prompt_ids` is what it asked first, its reward stands
+        on the last token, and `environment_components` [rows] has what it returned by name. With an agent or a context
+        `context_starts` [rows, response tokens] is 1 where contexts but the first begin. With keep_mask and top_p,
+        top_k or min_p also `sampling_mask_sizes` [rows, response tokens], how many tokens could be drawn (0: all), and
+        `sampling_mask_ids`, which ones.
 
         A row whose environment fails, after `retries` with new environments, has "failed" as its ending; it is not
         `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
@@ -238,6 +242,7 @@ class SamplingWorker(Worker):
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            keep_mask=keep_mask,
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
@@ -248,38 +253,53 @@ class SamplingWorker(Worker):
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
             environment=environment,
+            agent=agent,
+            context=context,
             max_turns=max_turns,
+            max_calls=max_calls,
+            max_seconds=max_seconds,
+            most_open=most_open,
             concurrency=concurrency,
             call_timeout_s=call_timeout_s,
             retries=retries,
             most_failed=most_failed,
         )
         self.before_rollouts()
+        self.kept.only_of(self._drawn_with)
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
         drawn_with = self.generator.weights_version
         with (
             self.ledger("generation", drawn_with) as noted,
-            self.context.stopping.only(self._in_step(environment is not None)),
+            self.context.stopping.only(self._in_step(sampling.several_turns is not None)),
             self.context.recorder.span("generate") as counted,
         ):
             noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
-            if environment is None:
+            conversations = list[Conversation]()
+            if agent is not None:
+                rows = self._serve(batch, sampling, prompts, seeds, mine)
+                conversations = [row.said for row in rows]
+                columns = several_turns(conversations, sampling.keeps_mask)
+                columns |= context_starts([row.context_starts for row in rows], columns)
+                columns |= {COMPONENTS: [dict(row.components) for row in rows]}
+            elif environment is not None:
+                conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
+                columns = several_turns(conversations, sampling.keeps_mask)
+                columns |= context_starts([c.context_starts for c in conversations], columns) if context else {}
+            else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
-            else:
-                conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
-                columns = several_turns(conversations)
             if self._counts_rows():
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         metrics, failed = rollout_metrics(columns), None
+        notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
         status = Status(replace(batch, columns={}))
-        if environment is not None:
+        if (function := sampling.several_turns) is not None:
             errors = {i: c.failure for i, c in enumerate(conversations) if c.failure is not None}
             for row, error in errors.items():
-                status.note("generate_sequences", row, {name_of(environment): error.what})
+                status.note("generate_sequences", row, {name_of(function): error})
             told, failed = failed_rows(errors, batch.rows.tolist(), most_failed)
             metrics |= told
-        if environment is not None or set(STATUS) & batch.columns.keys():
+        if function is not None or set(STATUS) & batch.columns.keys():
             columns |= status.columns()  # what failed for earlier responses is not known of these
         if "counted" in batch.columns:
             columns["counted"] = torch.ones(len(batch), dtype=torch.bool)
@@ -292,30 +312,94 @@ class SamplingWorker(Worker):
                 "weights_version": self.generator.weights_version,
             },
             failed=failed,
+            notes=notes,
         )
 
     def _converse(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
     ) -> list[Conversation]:
         """The conversations of all ranks of a tensor group; each rank runs the environments of its own rows, or of a
-        share of the rows that they all have."""
-        size, communicator = self._tensor_ranks, self.context.communicator
-        here = slice(0, len(batch))
-        if self.context.groups.model_parallel:
-            start, stop = (len(batch) * (communicator.rank % size + n) // size for n in (0, 1))
-            here = slice(start, stop)
+        share of the rows that they all have. Those that ended before an interrupt are not made again."""
+        assert self.spec.generation is not None
+        here = self._rows_here(batch)
         own = slice(mine.start + here.start, mine.start + here.stop)
-        texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
-        rows = [{name: column[i] for name, column in texts.items()} for i in range(len(batch))]
-        environments = Environments(
-            sampling,
-            [{**row, "sample_seed": seed} for row, seed in zip(rows[here], seeds[own], strict=True)],
-            self.tokenizer,
-            calls=self.context.calls,
-            where=f"rank {self.context.host.rank} of pool {self.context.host.pool}",
-            row_numbers=batch.rows[here].tolist(),
-        )
-        conversations = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
+        rows = self._text_rows(batch, here, seeds[own])
+        given, room = self._of_calls(batch, here), self.spec.generation.max_model_tokens
+        environments = EnvironmentPool([
+            Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **{**given, "calls": calls})
+            for calls in self.context.calls.processes(self._environment_processes(batch))
+        ])  # fmt: skip
+        new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
+        key = key_of(sampling, rows, self._drawn_with)
+        # ranks of a tensor group have the same conversations: all of them go on with them, or none does
+        keys = shared_by_group(self.context.communicator, self._tensor_ranks, lambda: [key])
+        key = b"".join(keys) if all(keys) else b""
+        with self.kept.resuming(key, self._drawn_with, new) as conversations, environments.running():
+            converse(
+                self.generator,
+                conversations,
+                sampling,
+                environments,
+                mine=own,
+                max_model_tokens=room,
+                compaction=Compaction(sampling.context, self.tokenizer) if sampling.context else None,
+                **self._together(),
+            )
+        return conversations
+
+    def _environment_processes(self, batch: Shard) -> int:
+        """How many processes this rank's environments have."""
+        pool: Pool | None = batch.meta.get("environments")
+        return 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
+
+    def _serve(
+        self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
+    ) -> list[AgentRow]:
+        """What agents made of this rank's rows. Where all ranks of a tensor group have the same rows, each serves a
+        share of them, and they exchange what came of it."""
+        assert self.spec.generation is not None
+        here, size = self._rows_here(batch), self._tensor_ranks
+        own = slice(mine.start + here.start, mine.start + here.stop)
+        agents = Agents(sampling, self._text_rows(batch, here, seeds[own]), **self._of_calls(batch, here))
+        room = self.spec.generation.max_model_tokens
+        recordings = [
+            Recording(sampling, self.tokenizer, ids, seed, room, keeps=getattr(sampling.agent, "records", True))
+            for ids, seed in zip(prompts[own], seeds[own], strict=True)
+        ]
+        server = AgentServer(sampling)
+        rank = self.context.communicator.rank % size
+        with server.running(), agents.running():
+            serving = Serving(recordings, agents, server, first=rank, of=size, most_open=sampling.most_open)
+            serve(self.generator, serving, sampling, **self._together())
+        if self.context.groups.model_parallel:
+            return shared_by_group(self.context.communicator, size, lambda: serving.rows)
+        return serving.rows
+
+    def _rows_here(self, batch: Shard) -> slice:
+        """The rows of a shard whose functions are called here: all, or a share of those that a tensor group has."""
+        if not self.context.groups.model_parallel:
+            return slice(0, len(batch))
+        size = self._tensor_ranks
+        start, stop = (len(batch) * (self.context.communicator.rank % size + n) // size for n in (0, 1))
+        return slice(start, stop)
+
+    def _text_rows(self, batch: Shard, here: slice, seeds: Sequence[int]) -> list[dict[str, Any]]:
+        """What functions of some rows are given of them."""
+        texts = {n: column[here] for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
+        return [
+            {**{name: column[i] for name, column in texts.items()}, "sample_seed": seed} for i, seed in enumerate(seeds)
+        ]
+
+    def _of_calls(self, batch: Shard, here: slice) -> dict[str, Any]:
+        return {
+            "calls": self.context.calls,
+            "where": f"rank {self.context.host.rank} of pool {self.context.host.pool}",
+            "row_numbers": batch.rows[here].tolist(),
+        }
+
+    def _together(self) -> dict[str, Any]:
+        """How the ranks of a tensor group keep in step, see `converse`."""
+        size, communicator = self._tensor_ranks, self.context.communicator
 
         def any_rank(here: bool) -> bool:
             if size == 1:
@@ -324,20 +408,12 @@ class SamplingWorker(Worker):
             self.context.stopping.point()
             return found
 
-        assert self.spec.generation is not None
-        with environments.running():
-            converse(
-                self.generator,
-                conversations,
-                sampling,
-                environments,
-                mine=own,
-                max_model_tokens=self.spec.generation.max_model_tokens,
-                share=partial(shared_by_group, communicator, size),
-                any_rank=any_rank,
-                progress=self._progress if size == 1 else self.context.progress,
-            )
-        return conversations
+        return {
+            "share": partial(shared_by_group, communicator, size),
+            "any_rank": any_rank,
+            "progress": self._progress if size == 1 else self.context.progress,
+            "steps": 1 if size == 1 else STEPS_TOGETHER,
+        }
 
     def _prompts_of_tensor_group(self, batch: Shard) -> tuple[list[list[int]], list[int], slice]:
         """Prompts and seeds of the ranks of a tensor group, in rank order, and which of the rows are this rank's.
@@ -362,7 +438,7 @@ class SamplingWorker(Worker):
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
         """The ranks that pass stopping points in step with this one: its tensor group; or the whole pool where tensor
-        groups converse with environments turn by turn."""
+        groups converse with environments."""
         size, rank = self._tensor_ranks, self.context.communicator.rank
         if conversing and size > 1:
             return tuple(range(self.context.communicator.world_size))
@@ -380,35 +456,10 @@ class SamplingWorker(Worker):
     def require_small(
         self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None
     ) -> Metrics:
-        """The gap on the probe right after a sync to `version` as a metric; `SyncError`, on every rank, where it is
-        more than rounding on one of them, or weights differ. Every rank calls it.
-
-        differ: weights of the engine that are known not to be the trainer's; None: look for them if the gap is large.
-        """
+        """See `sync_check.require_small`. Where it raises, the next call syncs again, and samples nothing till then."""
         assert self.spec.dtype is not None
-        # every rank raises, or none: one that went on would wait for the others. NaN is no number to compare with.
-        known = torch.tensor([gap, len(differ or ())], dtype=torch.float64).nan_to_num(nan=torch.inf)
-        worst, most = self.context.communicator.all_reduce_max(known).tolist()
-        limit = sync_tolerance(self.spec.dtype, self.context.device, trainer.log_probs)
-        if worst > limit or most:
-            self.generator.weights_version = -1  # not in sync: the next call tries again, and samples nothing till then
-            raise SyncError(
-                f"after the sync to weights version {version} engine and trainer differ by {worst:.3g} nats",
-                f"at most {limit:.2g} is rounding in {self.spec.dtype} on {self.context.device.type}, and none in bits",
-                f"{self._what_differs(trainer, differ)}; Generation(check_sync=False) goes on all the same",
-            )
-        return {"sync_gap/mean": Mean(total=gap, count=1)}
-
-    def _what_differs(self, trainer: TrainerWeights, differ: Sequence[str] | None) -> str:
-        """Which weights of the engine are not the trainer's, on any rank; every rank calls it."""
-        communicator = self.context.communicator
-        if differ is None and self.context.host.offloads:
-            return "the trainer's weights have left the device, and were not compared with the engine's"
-
-        def mine() -> list[str]:
-            return list(differing_weights(trainer, self.generator)[1] if differ is None else differ)
-
-        found = list(dict.fromkeys(shared_by_group(communicator, communicator.world_size, mine)))
-        if not found:
-            return "all weights that can be read in the engine are the trainer's: another is not"
-        return f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''} did not arrive"
+        try:
+            return require_small(gap, version, trainer, differ, self.generator, self.spec.dtype, self.context)
+        except SyncError:
+            self.generator.weights_version = -1
+            raise

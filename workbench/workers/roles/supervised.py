@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Mean
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
@@ -79,6 +80,22 @@ class SupervisedWorker(TrainedWorker):
         )
         return self.update(term, epochs=epochs)
 
+    def demonstrated_rows(self, batch: Shard, coefficient: float) -> tuple[Shard, Term]:
+        """The rows of a shard without those that are `demonstrated`, as rows of another update; and for these the loss
+        of `update_sft` as a term of it."""
+        valid, shown = batch.columns.get("valid"), batch.numbers("demonstrated").bool()
+        counts = torch.ones_like(shown) if valid is None else batch.numbers("valid").bool()
+        others, demonstrated = (
+            replace(batch, columns={**batch.columns, "valid": counts & here}) for here in (~shown, shown)
+        )
+        mask = demonstrated.valid_mask
+
+        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
+            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
+            return coefficient * loss_BR, {"sft_loss": micro.mean_over(mask_BR)(loss_BR)}
+
+        return others, Term(shard=demonstrated, inputs=lambda micro: micro.scored(1.0), loss=loss)
+
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
         """The language-model loss on `pretrain_ids`, as a term of another update."""
         texts = _as_responses(batch, batch.ragged("pretrain_ids"))
@@ -123,7 +140,7 @@ class SupervisedWorker(TrainedWorker):
         # every rank raises, or none: one that went on would wait for the others
         if self.context.groups.data.all_reduce_max(torch.tensor([len(wrong)])).item():
             raise BadInput(
-                f"column {name!r}" + (f" with {wrong[0]!r:.60}" if wrong else " with something else on another rank"),
+                f"column {name!r}" + (f" with {shown(wrong[0])}" if wrong else " with something else on another rank"),
                 "compute_loss reads a text in each row",
                 "name a column of strings with text=",
             )

@@ -12,8 +12,9 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule
+from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveFloat, whole
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.saving import save_model
@@ -48,15 +49,17 @@ class TrainedWorker(ModelWorker):
         return float(sum(tensor.double().abs().sum().item() for _, tensor in self.engine.named_weights()))
 
     @register(ONE_TO_ALL)
-    def save_model(self, path: str | Path) -> str:
+    def save_model(self, path: str | Path, *, card: str = "", shard_gb: PositiveFloat = SHARD_GB) -> str:
         """Write the weights as they are now, with configuration and tokenizer, as transformers does: `wb.Model(path)`,
         and vLLM, load it. The absolute path, once a rank.
 
         path: a folder that is empty or not there yet; relative to where the workbench was opened, on the machine of the
         role's first rank. Weights are written in the role's dtype; those of a value or score head as "score".
+        card: a model card in Markdown, such as `wb.model_card(lab)`, which tells of the run; it becomes README.md.
+        shard_gb: largest size of a safetensors file, in 1e9 bytes; more weights go into several with an index.
         """
         assert self.spec.name is not None
-        return save_model(self.engine, path, self.spec.name, self.context)
+        return save_model(self.engine, path, self.spec.name, self.context, card, shard_gb)
 
     @register(VALUES_OF_RANKS, reads=lambda arguments: arguments["columns"], minibatched=True)
     def measure_gradient(

@@ -1,0 +1,129 @@
+"""Tools of an MCP server: one of the package's own, over stdin and stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY
+from tests.data.test_tools import DIGITS, SUMS
+from tests.expected import expect_error
+from workbench.errors import BadInput
+
+pytest.importorskip("mcp")
+
+SERVER = '''
+import os
+from mcp.server.mcpserver import MCPServer
+
+server, calls = MCPServer("sums"), []
+
+
+@server.tool()
+def total(text: str) -> int:
+    """The sum of numbers with a plus between them."""
+    calls.append(text)
+    return sum(int(part) for part in text.split("+") if part)
+
+
+@server.tool()
+def made() -> str:
+    """How often total was called, and by which process."""
+    return f"{len(calls)} {os.getpid()} {os.environ.get('SUMS', '')}"
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("as asked")
+
+
+@server.tool()
+def leave() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+server.run()
+'''
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (path := tmp_path / "server.py").write_text(SERVER)
+    return [sys.executable, str(path)]
+
+
+def answers(tools: wb.Tools, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+    """What a model is told that makes these calls one after the other, in one event loop."""
+
+    async def talk() -> list[str]:
+        conversation, told = tools(), []
+        for name, arguments in calls:
+            call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+            said, *_ = await conversation.step({"role": "assistant", "content": "", "tool_calls": [call]})
+            assert said is not None
+            told.append(str(said[0]["content"]))
+        return told
+
+    return asyncio.run(talk())
+
+
+def test_the_tools_of_a_server_are_shown_and_called(command: list[str]) -> None:
+    found = wb.adapters.mcp_tools(command, environment={"SUMS": "mine"})
+    assert [tool.name for tool in found] == ["total", "made", "fail", "leave"]
+    schema = found[0].schema["function"]
+    assert (
+        schema["description"].startswith("The sum") and schema["parameters"]["properties"]["text"]["type"] == "string"
+    )
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("total", {"text": "1+2+39"}),
+        ("total", {"text": 1}),
+        ("fail", {}),
+        ("made", {}),
+        ("made", {}),
+    ]
+    right, wrong, failed, first, second = answers(wb.Tools(found, timeout_s=25), *calls)
+    assert right == "42"
+    assert wrong.startswith("Error: total raised RuntimeError")  # the server checks
+    assert failed.startswith("Error: fail raised RuntimeError")
+    assert first == second and first.startswith("1 ") and first.endswith(" mine")  # one server for all calls of a loop
+
+
+def test_a_server_that_ends_is_started_again(command: list[str]) -> None:
+    tools = wb.Tools(wb.adapters.mcp_tools(command, only=["leave", "made"]), timeout_s=25)
+    assert list(tools.by_name) == ["made", "leave"]
+    before, left, after = answers(tools, ("made", {}), ("leave", {}), ("made", {}))
+    assert left.startswith("Error: leave raised")
+    assert before.split()[1] != after.split()[1]
+
+
+def test_servers_that_cannot_be_asked_are_refused(command: list[str], tmp_path: Path) -> None:
+    with expect_error(BadInput, value=r"only=\['none'\]", rule="the server has total, made, fail, leave"):
+        wb.adapters.mcp_tools(command, only=["total", "none"])
+    with expect_error(BadInput, rule="does not say which tools it has"):
+        wb.adapters.mcp_tools([sys.executable, "-c", "pass"])
+    with expect_error(BadInput, rule="does not say which tools it has"):
+        wb.adapters.mcp_tools([str(tmp_path / "none")])
+    with expect_error(BadInput, rule="starts the server"):
+        wb.adapters.mcp_tools([])
+
+
+@pytest.mark.slow
+def test_a_model_calls_the_tools_of_a_server(command: list[str], tmp_path: Path) -> None:
+    tools = wb.Tools(wb.adapters.mcp_tools(command), tool_format=SUMS, system="Use {tools}", timeout_s=25)
+    with wb.open(
+        "mcp", models={"actor": TINY}, prompts="arithmetic", training=wb.Training(engine="torch"), backend="inline",
+        generation=wb.Generation(engine="transformers", max_model_tokens=2048), runs=tmp_path,
+    ) as lab:  # fmt: skip
+        batch = lab.actor.generate_sequences(
+            lab.prompts.next(2), samples=2, environment=tools, stop=("=",), logit_bias=DIGITS, max_new_tokens=90,
+            max_turns=3, call_timeout_s=60,
+        )  # fmt: skip
+        texts = batch.df()["response_text"]
+    assert texts.str.contains(r"<\|tool\|>\d+<\|eos\|>").any() and not texts.str.contains("Error").any()

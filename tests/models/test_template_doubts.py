@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cases import TINY, tiny_lab
+from workbench.models import load_tokenizer, render_prompt
+from workbench.models.template_doubts import template_doubts
+
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}END{% endif %}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return load_tokenizer(TINY)
+
+
+def doubts(tokenizer: Any, text: str = "2 + 3?") -> list[str]:
+    return template_doubts(tokenizer, render_prompt(tokenizer, text), text)
+
+
+def test_a_tokenizer_that_is_right_gives_no_doubt(tokenizer: Any) -> None:
+    assert doubts(tokenizer) == template_doubts(tokenizer) == []
+
+
+@pytest.mark.parametrize(("end", "doubted"), [("\n### End\n", True), ("", False), ("\n", False), ("{eos}\n", False)])
+def test_an_end_of_turn_at_which_generation_does_not_stop(tokenizer: Any, end: str, doubted: bool) -> None:
+    tokenizer.chat_template = TURNS.replace("END", end.replace("{eos}", tokenizer.eos_token))
+    said = doubts(tokenizer)
+    assert bool(said) is doubted
+    if doubted:
+        assert "'### End', which is no special token" in said[0] and "wb.Sampling(stop=['### End'])" in said[0]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_doubled_bos(tokenizer: Any, times: int) -> None:
+    assert tokenizer.bos_token
+    tokenizer.chat_template = tokenizer.bos_token * times + "{{ messages[0].content }}"
+    said = doubts(tokenizer)
+    assert bool(said) is (times == 2)
+    if said:
+        assert "prompts begin with two" in said[0] and "chat_template in the model's folder" in said[0]
+
+
+def test_a_tokenizer_that_changes_texts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    said = doubts(tokenizer, "Add ONE to 2.")
+    assert len(said) == 1 and "'Add ONE to 2.' comes back as 'add one to 2.'" in said[0]
+
+
+def test_opening_says_how_columns_were_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_model": {"ground_truth": "5"}}]
+    tiny_lab("said", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
+    assert "prompts are read as verl's columns: the answer is reward_model['ground_truth']" in capsys.readouterr().out

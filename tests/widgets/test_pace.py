@@ -1,0 +1,108 @@
+"""The rounds in which the panels of a workbench draw."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench_widgets import Panel, View
+from workbench_widgets.driver import Driver
+from workbench_widgets.pace import LEAST_REST_S, MOST_REST_S, REST, Pace
+
+
+class Lab(SimpleNamespace):
+    """What a view of this file looks at."""
+
+    iteration = 0
+
+    def open_runs(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=100.0, spent_s=0.0)
+    times = SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: clock.spent_s)
+    monkeypatch.setattr("workbench_widgets.pace.time", times)
+    monkeypatch.setattr(sys.modules["workbench_widgets.panel"], "time", times)  # `panel` of the package is a function
+    return clock
+
+
+class Page:
+    """Has the last drawing that it was sent."""
+
+    shown = ""
+
+    def send(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        if message["kind"] == "draw":
+            self.shown = message["html"]
+
+
+def test_panels_of_one_workbench_show_the_same_iteration(clock: SimpleNamespace) -> None:
+    class Follows(View):
+        costs_s = 0.0
+
+        def depends_on(self) -> int:
+            return int(self.lab.iteration)
+
+        def picture(self) -> str:
+            clock.spent_s += self.costs_s
+            return f"iteration {self.lab.iteration}"
+
+    lab = Lab()
+    driver, panels, pages = Driver(lab), list[Panel](), list[Page]()
+    for name, costs_s in (("strip", 0.0003), ("stepper", 0.008)):
+        view = type(name, (Follows,), {"name": name, "title": name, "costs_s": costs_s})
+        panel, page = Panel(lab, [view(lab, driver)], driver), Page()
+        panel._front, panel._page_is_there = page, True  # type: ignore[assignment]  # and its thread is this test
+        driver.pace.join(panel, partial(panel._jobs.put, panel._take_part))
+        panels.append(panel)
+        pages.append(page)
+    seen = set[str]()
+    for _ in range(300):  # looks of 0.1 s, an iteration each; now one looks first, now the other
+        lab.iteration += 1
+        clock.now_s += 0.1
+        for panel in panels if lab.iteration % 2 else panels[::-1]:
+            for other in panels:
+                drain(other._jobs)
+            panel._look()
+        for panel in panels:
+            drain(panel._jobs)
+        shown = {page.shown for page in pages}
+        assert len(shown) == 1
+        seen |= shown
+    assert 20 < len(seen) < 30  # 8.3 ms a round, 30 s
+    assert clock.spent_s < 0.01 * 30
+
+
+def drain(jobs: queue.SimpleQueue[Any]) -> None:
+    while not jobs.empty():
+        jobs.get()()
+
+
+def test_a_round_is_followed_by_rest(clock: SimpleNamespace) -> None:
+    pace, called = Pace(), list[str]()
+    pace.join("a", lambda: called.append("a"))
+    pace.join("b", lambda: called.append("b"))
+    assert pace.begin("a")
+    assert called == ["b"]
+    assert not pace.begin("b")
+    clock.now_s += LEAST_REST_S
+    assert pace.begin("b")
+    pace.took(0.01)
+    pace.took(0.01)
+    clock.now_s += REST * 0.02 - 0.01
+    assert not pace.begin("a")
+    clock.now_s += 0.02
+    assert pace.begin("a")
+    pace.took(10.0)
+    clock.now_s += MOST_REST_S
+    pace.leave("b")
+    called.clear()
+    assert pace.begin("a")
+    assert called == []

@@ -1,0 +1,157 @@
+"""The strip: one line that stays in sight: what runs, how quickly, what it is rewarded, what is held, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from html import escape
+from typing import Any
+
+from workbench.display.html import bytes_text, numbers_table, svg
+from workbench.telemetry.memory import MemoryReading
+from workbench.telemetry.spans import union_s
+from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves
+from workbench_widgets.view import View
+
+REWARD, SHOWN = "rewards/mean", 30  # iterations in the sparkline
+WIDTH, HEIGHT = 96, 18
+_ITEM = "display:inline-flex;gap:5px;align-items:center;margin-right:16px;white-space:nowrap"
+
+
+class Strip(View):
+    """What one wants to see at all times, in a line. It asks no host: it reads what stages have recorded.
+
+    Tokens a second: those of generation and forward passes of the newest iteration, on all ranks, over the time in
+    which one of its stages ran. Memory: the fullest device, as it was read last.
+    """
+
+    name, title = "strip", "Strip"
+    sticks = True
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self._curves = MetricCurves(lab.telemetry)
+        self._spans, self._memory = lab.telemetry.follow("spans"), lab.telemetry.follow("memory")
+        self._tokens: dict[int, int] = {}  # by run
+        self._held: dict[str, MemoryReading] = {}  # by host
+        self._rows = 0
+
+    def depends_on(self) -> Hashable:
+        self._read()
+        running = tuple((r.run, r.state, r.done_units) for r in self._records(self.lab.iteration))
+        return running, self._rows, self._curves.rows, self.lab.iteration, self.driver.busy, tuple(self._warnings())
+
+    def _read(self) -> None:
+        self._curves.read()
+        for row in self._spans.new():
+            self._rows += 1
+            self._tokens[row["run"]] = self._tokens.get(row["run"], 0) + row["processed_tokens"]
+        for row in self._memory.new():
+            self._rows += 1
+            self._held[row["host"]] = MemoryReading(**row)
+
+    def picture(self) -> str:
+        return self._line(live=True)
+
+    def still(self) -> str:
+        return self._line(live=False)
+
+    def text(self) -> str:
+        self._read()
+        told = {"": self._runs(), "tokens/s": self._rate()[0], "reward": self._reward()[0], "memory": self._fullest()}
+        warnings = "; ".join(self._warnings()) or "no warnings"
+        return " | ".join([*(f"{name} {value}".strip() for name, value in told.items() if value), warnings])
+
+    def _line(self, *, live: bool) -> str:
+        self._read()
+        rate, told = self._rate()
+        last, curve, numbers = self._reward()
+        warnings = self._warnings()
+        lamp = '<b class="wb-live" style="color:#009e73">\N{BLACK CIRCLE}</b><span class="wb-live">connected</span>'
+        parts = [_item(lamp, "the kernel answers this page")] if live else []
+        parts.append(_item(f"<b>{escape(self._runs())}</b>", "what runs now, and how far it is"))
+        parts += [_item(f"{rate} tokens/s", told)] if rate else []
+        head = f'<summary style="{_ITEM};margin:0;cursor:pointer">reward {curve}{last}</summary>'
+        folds = f'<details data-key="reward">{head}{numbers}</details>'
+        parts += [_item(folds, f"{REWARD} of the last iterations")] if last else []
+        held = self._fullest()
+        parts += [_item(f"memory {escape(held)}", "the fullest device, as it was read last")] if held else []
+        sign = f"<b>! {escape('; '.join(warnings))}</b>" if warnings else "no warnings"
+        return f'<div style="display:flex;flex-wrap:wrap">{"".join([*parts, _item(sign, "")])}</div>'
+
+    # --- its figures --------------------------------------------------------------------------------------------------
+
+    def _records(self, iteration: int) -> list[Any]:
+        return [record for record in self.lab.run_log.records(iteration) if not record.aside]
+
+    def _runs(self) -> str:
+        running = [record for record in self._records(self.lab.iteration) if record.state == "running"]
+        told = ", ".join(
+            record.stage + (f" {record.done_units}/{record.total_units}" if record.total_units else "")
+            for record in running
+        )
+        return f"iteration {self.lab.iteration}: {told or self.driver.busy or 'nothing runs'}"
+
+    def _rate(self) -> tuple[str, str]:
+        """Tokens a second of the newest iteration that has any, and what they are; empty where none has."""
+        for iteration in (self.lab.iteration, self.lab.iteration - 1):
+            ended = [record for record in self._records(iteration) if record.ended_s and record.started_s]
+            tokens = sum(self._tokens.get(record.run, 0) for record in ended)
+            if tokens:
+                took_s = union_s((record.started_s, record.ended_s) for record in ended)
+                told = f"{tokens:,} tokens generated, or in forward passes, of iteration {iteration} in {took_s:.2f} s"
+                return f"{tokens / max(took_s, 1e-9):,.0f}", told
+        return "", ""
+
+    def _reward(self) -> tuple[str, str, str]:
+        """The last reward, and those of the last iterations as a small curve and as a table."""
+        for stage in FIRST_SHOWN[REWARD]:
+            points = self._curves.points((stage, REWARD))
+            iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
+            if values:
+                rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]
+                return f"{values[-1]:.4g}", sparkline(values, "reward"), numbers_table(["iteration", REWARD], rows)
+        return "", "", ""
+
+    def _fullest(self) -> str:
+        held = [(sum(r.shares().values()), r) for r in self._living() if r.capacity_bytes and not r.error]
+        if not held:
+            return ""
+        n, reading = max(held, key=lambda one: one[0] / one[1].capacity_bytes)
+        return f"{bytes_text(n)} of {bytes_text(reading.capacity_bytes)} on {reading.device}"
+
+    def _living(self) -> list[MemoryReading]:
+        """The last readings of the hosts of the present placement."""
+        return [self._held[info.name] for info in self.lab.hosts.infos if info.name in self._held]
+
+    def _warnings(self) -> list[str]:
+        told = [f"pool {pool} is lost" for pool in self.lab.hosts.lost]
+        told += [f"{r.stage} {r.state}" for r in self._newest() if r.state == "failed"]
+        told += [f"{reading.host} did not answer" for reading in self._living() if reading.error]
+        unwritten = self.lab.telemetry.unwritten
+        told += [f"{unwritten:,} rows of telemetry are not on the disk"] if unwritten else []
+        return told + (["another kernel drives this workbench"] if self.lab.looks else [])
+
+    def _newest(self) -> list[Any]:
+        """The last call of each stage in this iteration."""
+        return list({record.stage: record for record in self._records(self.lab.iteration)}.values())
+
+
+def _item(html: str, title: str) -> str:
+    return f'<span style="{_ITEM}" title="{escape(title)}">{html}</span>'
+
+
+def sparkline(values: Sequence[float], what: str) -> str:
+    """Numbers as a curve without axes; what is not finite is left out."""
+    finite = [(n, value) for n, value in enumerate(values) if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, high = min(v for _, v in finite), max(v for _, v in finite)
+    step, scale = (WIDTH - 6) / max(len(values) - 1, 1), (HEIGHT - 6) / (high - low or 1.0)
+    points = [(3 + n * step, HEIGHT - 3 - (value - low) * scale) for n, value in finite]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dot = f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="2.5" fill="currentColor"/>'
+    ends = f"from {values[0]:.3g} to {values[-1]:.3g}, between {low:.3g} and {high:.3g}"
+    label = f"{what} of the last {len(values)} iterations: {ends}"
+    return svg(
+        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>{dot}', WIDTH, HEIGHT, label
+    )

@@ -1,0 +1,95 @@
+"""ArCHer (Zhou et al. 2024, arXiv:2402.19446): a critic over turns, a policy gradient over tokens, on policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.algorithms.lab import Lab
+from workbench.algorithms.loop import Algorithm
+from workbench.data.reward_function import Weight
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.objectives.correction import Correction
+from workbench.settings.engines import Sampling
+from workbench.support.validation import PositiveFloat, PositiveInt
+
+
+@dataclass
+class ArCHer(Algorithm):
+    """`ArCHer(lab, sampling=wb.Sampling(environment=...)).run(n)`: n iterations of the lines in `define`.
+
+    High level: an action is a turn. The critic learns by temporal differences from turn to turn, V(s_k) towards
+    r_k + gamma V(s_{k+1}), whose V is that from before the update. Low level: the tokens of a turn share the advantage
+    r_k + gamma V(s_{k+1}) - V(s_k) of the critic that has just been updated, and REINFORCE sums over them.
+
+    What the paper has and this has not: rollouts of earlier policies (its critic learns from a replay buffer; here each
+    iteration's rollouts are used once, so the values are those of the present policy); a second network Q(s, a) beside
+    V(s) (here Q is its one-step backup on the sampled transition, which is the same where the environment answers
+    alike to the same turn); the smaller of two critics; a target critic that follows slowly (here it is the critic at
+    the beginning of the iteration); a token-level baseline. Values inside a turn are learned too, and are not read.
+
+    prompts: prompts an iteration; samples: conversations a prompt. sampling: needs an environment. reward: a function
+    of the reward role in place of the environment's rewards; reward_weights: as in `PPO`. lam: 0 is the paper's
+    one-step difference; more of it trusts the critic less, as GAE does. kl_coefficient: of the penalty against the
+    reference; at 0 no reference is needed. critic_epochs: passes of the critic over a batch, before the policy's. clip,
+    epochs: of the policy's update, from its second optimizer step on. correction: as in `GRPO`.
+    """
+
+    lab: Lab
+    prompts: int = 16
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
+    gamma: float = 0.95
+    lam: float = 0.0
+    kl_coefficient: float = 0.0
+    critic_epochs: PositiveInt = 4
+    value_clip: PositiveFloat | None = None
+    clip: float = 0.2
+    epochs: int = 1
+    correction: Correction | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.environment is None:
+            raise BadInput(
+                "ArCHer(sampling=...) without an environment",
+                "its actions are the turns of conversations",
+                "write sampling=wb.Sampling(environment=MyEnvironment, max_turns=4)",
+            )
+        if self.reward is None and self.reward_weights is not None:
+            raise BadInput(
+                f"ArCHer.reward_weights={shown(self.reward_weights)}",
+                "the environment's rewards have no components",
+                'give reward={"right": right, "format": tidy} too',
+            )
+        scored = ["reward"] if self.reward is not None else []
+        self.need("critic", *(["reference"] if self.kl_coefficient else []), *scored)
+
+    def define(self, lab: Lab) -> None:
+        batch, on_policy = self.rollouts(lab, penalised=bool(self.kl_coefficient))
+        if self.reward is None:
+            batch = batch.rename(environment_rewards="rewards")
+        else:
+            batch = lab.reward.compute_reward(batch, function=self.reward, weights=self.reward_weights)
+        credit = {
+            "estimator": "gae_turn", "gamma": self.gamma, "lam": self.lam, "bootstrap": True,
+            "kl_coefficient": self.kl_coefficient, "whiten_advantages": False,
+        }  # fmt: skip
+        with lab.reported_as("compute_old_values"):
+            batch = lab.critic.compute_values(batch, final=True)
+        with lab.reported_as("compute_targets"):
+            batch = lab.compute_advantages(batch, **credit)
+        lab.critic.update_critic(batch, clip=self.value_clip, epochs=self.critic_epochs)
+        batch = lab.critic.compute_values(batch, final=True)
+        batch = lab.compute_advantages(batch, **credit)
+        lab.actor.update_actor(
+            batch,
+            clip=self.clip,
+            epochs=self.epochs,
+            aggregation="sequence-mean-token-sum",
+            correction=self.correction,
+            on_policy=on_policy,
+        )

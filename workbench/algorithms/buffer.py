@@ -1,0 +1,278 @@
+"""`lab.buffer`: rollouts that wait to be trained on.
+
+    generation  ── add ──>  iteration 7   iteration 8   iteration 9  ── draw ──>  training
+                            4 groups      4 groups      4 groups
+                            version 5     version 6     version 7
+
+An algorithm's `run(n, staleness=k)` generates up to k iterations ahead and draws each iteration's rollouts from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.algorithms.waiting import UNKNOWN, WaitingRollouts, joined
+from workbench.batches.batch import Batch
+from workbench.display.ages import ages_html
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.stages.counters import Counters
+from workbench.support.assigned import AssignedFunction, NoteChange
+from workbench.support.checked_calls import checks_calls
+from workbench.support.validation import NonNegativeInt, PositiveInt
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    Priority = Callable[[pd.DataFrame], Any]
+
+Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and which of its prompts; None: all
+
+
+@checks_calls("lab.buffer")
+class Buffer:
+    """`lab.buffer`: groups of rollouts, oldest first. A group is the responses to one prompt.
+
+    `priority`: None draws the oldest groups first. A function of the frame that `groups()` gives returns a number for
+    each group: the largest are drawn first, and equal ones by age. `len` counts groups.
+    """
+
+    def __init__(self, counters: Counters, note_change: NoteChange) -> None:
+        self._counters = counters
+        self._priority = AssignedFunction("lab.buffer.priority", "draws the oldest first", note_change)
+        self.waiting: list[WaitingRollouts] = []
+
+    # --- what may start -----------------------------------------------------------------------------------------------
+
+    def may_start(self, groups: PositiveInt, max_staleness: NonNegativeInt) -> bool:
+        """Whether generation for one more iteration of so many groups may start, before the rollouts of this iteration
+        are drawn: drawn oldest first, they are then at most `max_staleness` iterations behind the weights that they
+        train.
+
+        It decides what starts, and nothing else: rollouts that are there are never thrown away for their age.
+        """
+        return self.count() <= groups * max_staleness
+
+    def add(self, batch: Batch) -> None:
+        """Have a batch with `response_ids` and `prompt_uid` wait, for `draw`. Raises `UnknownColumn` for other batches.
+
+        An algorithm's `run` draws what it generated itself, by `run` or `draw_ahead`.
+        """
+        batch.need(("prompt_uid", "response_ids"), "lab.buffer.add")
+        iteration = int(batch.meta.get("iteration", self._counters.iteration))
+        self.waiting.append(WaitingRollouts(iteration=iteration, made={"added": batch}))
+
+    # --- draws --------------------------------------------------------------------------------------------------------
+
+    @property
+    def priority(self) -> Priority | None:
+        """Which groups are drawn first. After a restore and `wb.attach` it has to be assigned again before a draw."""
+        return self._priority.function
+
+    @priority.setter
+    def priority(self, priority: Priority | None) -> None:
+        if priority is not None and not callable(priority):
+            raise BadInput(
+                f"lab.buffer.priority = {shown(priority)}", "must be a function of the frame of groups, or None",
+                "lab.buffer.priority = lambda groups: -groups.age_steps",
+            )  # fmt: skip
+        self._priority.assign(priority)
+
+    @property
+    def priority_name(self) -> str | None:
+        """The name of the function that decides, which checkpoints keep, and later kernels."""
+        return self._priority.name
+
+    def draw(self, groups: PositiveInt, *, keep: bool = False) -> Batch:
+        """A batch of that many whole groups, by `priority`; they leave the buffer. keep: they stay, and may be drawn
+        again; `times_drawn` counts it.
+
+        Groups that different weights drew come as one batch, whose meta has the oldest `weights_version`. Raises
+        `BadInput` where fewer groups wait, or where they do not have the same columns.
+        """
+        chosen = self.choose(groups)
+        found = rollouts_of(chosen, self._counters.iteration)  # before anything is changed: it may be refused
+        if not keep:
+            self.take_out(chosen)
+        for one, uids in chosen if keep else ():
+            one.drawn[slice(None) if uids is None else np.isin(one.rows["prompt_uid"], uids)] += 1
+        return found.rollouts
+
+    def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
+        """The groups that `draw` would give. stages: only what these made; None: all."""
+        self._priority.check(f"lab.buffer.draw({groups})")
+        fitting = [found for found in self.waiting if _fits(found, stages)]
+        if (there := self.count(stages)) < groups:
+            raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait", "generate first, or draw fewer")
+        if self.priority is None and _groups(fitting[0]) == groups:
+            return [(fitting[0], None)]
+        places = [(found, uid) for found in fitting for uid in found.groups()]
+        order = np.arange(len(places))
+        if self.priority is not None:
+            order = np.argsort(-_numbers(self.priority(self._frame(fitting)), len(places)), kind="stable")
+        chosen = dict[int, tuple[WaitingRollouts, list[int]]]()
+        for found, uid in (places[place] for place in sorted(order[:groups].tolist())):
+            chosen.setdefault(id(found), (found, []))[1].append(uid)
+        return [(found, None if len(uids) == len(found.groups()) else uids) for found, uids in chosen.values()]
+
+    def take_out(self, chosen: Chosen) -> list[WaitingRollouts]:
+        """Have groups leave the buffer; what left."""
+        taken = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
+        for found, uids in chosen:
+            place = next(n for n, other in enumerate(self.waiting) if other is found)
+            left = [] if uids is None else [uid for uid in found.groups() if uid not in uids]
+            self.waiting[place : place + 1] = [found.with_groups(left)] if left else []
+        return taken
+
+    def put_back(self, taken: Sequence[WaitingRollouts]) -> None:
+        """Have what `take_out` gave wait again, before all others."""
+        self.waiting[:0] = taken
+
+    def count(self, stages: Sequence[str] | None = None) -> int:
+        """How many groups wait that these stages made; None: all."""
+        return sum(_groups(found) for found in self.waiting if _fits(found, stages))
+
+    def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
+        """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
+        optimizer steps; None: all."""
+        gone = [f for f in self.waiting if older_than is None or (f.whole and self.age(f) > older_than)]
+        count = sum(_groups(found) for found in gone if found.whole)
+        self.waiting = [found for found in self.waiting if not any(found is other for other in gone)]
+        return count
+
+    def forget_unmade(self) -> None:
+        """Leave out what stages that were stopped, or failed, never made."""
+        for found in self.waiting:
+            found.forget_unmade()
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def age(self, found: WaitingRollouts) -> int:
+        """Optimizer steps that the actor has taken since the weights that drew it; 0 where these are not known."""
+        return self._steps_since(found.version)
+
+    def _steps_since(self, version: int) -> int:
+        actor = self._counters.weights.get("actor")
+        return 0 if actor is None or version == UNKNOWN else actor.steps - int(version)
+
+    def df(self) -> pd.DataFrame:
+        """One row a response: `iteration` (whose prompt it answers), `prompt_uid`, `weights_version` (of each of its
+        tokens; -1 where it is not known), `age_steps` (optimizer steps of the actor since then), `response_tokens`,
+        `reward` (NaN before it is scored), `times_drawn`, `batch`."""
+        import pandas as pd
+
+        rows = [
+            {
+                "iteration": found.iteration,
+                "prompt_uid": uid,
+                "weights_version": version,
+                "age_steps": self._steps_since(version),
+                "response_tokens": tokens,
+                "reward": reward,
+                "times_drawn": drawn,
+                "batch": found.rollouts.id,
+            }
+            for found in self.waiting
+            if found.whole
+            for uid, version, tokens, reward, drawn in zip(*found.rows.values(), found.drawn, strict=True)
+        ]
+        names = ("iteration", "prompt_uid", "weights_version", "age_steps", "response_tokens", "reward", "times_drawn")
+        return pd.DataFrame(rows, columns=[*names, "batch"])
+
+    def groups(self) -> pd.DataFrame:
+        """One row a group, oldest first: as `df`, with means over its responses, and `rows`, how many these are."""
+        return self._frame([found for found in self.waiting if found.whole])
+
+    def _frame(self, waiting: Sequence[WaitingRollouts]) -> pd.DataFrame:
+        import pandas as pd
+
+        rows = []
+        for found in waiting:
+            for uid in found.groups():
+                here = found.rows["prompt_uid"] == uid
+                rows.append(
+                    {
+                        "iteration": found.iteration,
+                        "prompt_uid": uid,
+                        "rows": int(here.sum()),
+                        "weights_version": int(found.rows["weights_version"][here].min()),
+                        "age_steps": self._steps_since(found.rows["weights_version"][here].min()),
+                        "response_tokens": float(found.rows["response_tokens"][here].mean()),
+                        "reward": float(found.rows["reward"][here].mean()),
+                        "times_drawn": int(found.drawn[here].max()),
+                    }
+                )
+        names = ("iteration", "prompt_uid", "rows", "weights_version", "age_steps", "response_tokens", "reward")
+        return pd.DataFrame(rows, columns=[*names, "times_drawn"])
+
+    def __len__(self) -> int:
+        return self.count()
+
+    def __repr__(self) -> str:
+        ages = [self.age(found) for found in self.waiting if found.whole]
+        if not ages:
+            return "<Buffer: nothing waits>"
+        told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
+        return f"<Buffer: {len(self)} groups of {len(ages)} iterations, {told} optimizer steps old>"
+
+    def _repr_html_(self) -> str:
+        found = [one for one in self.waiting if one.whole]
+        return ages_html([(f"iteration {one.iteration}", self.age(one), one.rollouts.rows) for one in found])
+
+    # --- for checkpoints and later kernels ----------------------------------------------------------------------------
+
+    def state(self, keep: Callable[[Batch], Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+        """What waits, as plain values. keep: how a batch is kept; None: it is not."""
+        states = []
+        for found in self.waiting:
+            kept = {stage: value for stage, batch in found.made.items() if (value := keep(batch)) is not None}
+            if kept:
+                states.append(found.state(kept))
+        return states
+
+    def load(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        priority: str | None,
+        read: Callable[[Mapping[str, Any]], Batch | None],
+    ) -> None:
+        """Go on with what `state` gave, and with `priority_name`. read: the batch that is kept so; None: it is gone."""
+        self._priority.go_on(priority)
+        self.waiting = []
+        for state in states:
+            made = {stage: batch for stage, kept in state["made"].items() if (batch := read(kept)) is not None}
+            if made:
+                self.waiting.append(WaitingRollouts.of_state(state, made))
+
+
+def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
+    """Groups that were chosen as those of one iteration."""
+    return joined([found if uids is None else found.with_groups(uids) for found, uids in chosen], iteration)
+
+
+def _fits(found: WaitingRollouts, stages: Sequence[str] | None) -> bool:
+    return found.whole and (stages is None or found.stages == tuple(stages))
+
+
+def _groups(found: WaitingRollouts) -> int:
+    """How many groups it has; a row of the first batch of an iteration is a prompt."""
+    if found.stages and found.times_drawn is None:
+        return found.made[found.stages[0]].rows
+    return len(found.groups())
+
+
+def _numbers(given: Any, count: int) -> np.ndarray:
+    """The priorities that a function gave, one a group."""
+    try:
+        numbers = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.shape != (count,) or np.isnan(numbers).any():
+        raise BadInput(
+            f"lab.buffer.priority gave {shown(given)}", f"must give one number a group, {count} in all",
+            "return a column of its frame, such as groups.reward.fillna(0)",
+        )  # fmt: skip
+    return numbers

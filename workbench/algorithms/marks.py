@@ -1,0 +1,59 @@
+"""Values of an algorithm's fields that can be told apart from equal ones: which argument comes from which field?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Mark:
+    """Stands for the value of a field while `define` is traced. It computes and compares as the value does."""
+
+    def __init__(self, value: Any) -> None:
+        self.marked = value
+
+    def __bool__(self) -> bool:
+        return bool(self.marked)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.marked == other)
+
+    def __hash__(self) -> int:
+        return hash(self.marked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["marked"], name)
+
+    def __deepcopy__(self, memo: Any) -> Mark:
+        return self
+
+
+class _Number:
+    marked: Any
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class _Int(_Number, int):
+    """A whole number with a mark; True and None cannot be subclassed."""
+
+
+class _Float(_Number, float):
+    """A number with a mark."""
+
+
+class _Text(_Number, str):
+    """A text with a mark."""
+
+
+def mark(value: Any) -> Any:
+    """An object that stands for this value, and is no other."""
+    kind: Any = {int: _Int, float: _Float, str: _Text}.get(type(value), Mark)
+    made = kind(value)
+    made.marked = value
+    return made
+
+
+def unmarked(value: Any) -> Any:
+    """The value that a mark stands for; other values as they are."""
+    return value.marked if isinstance(value, Mark | _Number) else value

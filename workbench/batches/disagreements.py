@@ -1,0 +1,142 @@
+"""Where two verifiers of the same responses disagree: `batch.disagreements("math", "judge")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.batches.columns import Ragged
+from workbench.display.agreement import agreement
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.batches.batch import Batch
+
+SHOWN_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreements:
+    """Two columns of scores, row by row.
+
+    df: a line a valid row, that with the largest gap first: `row`, its number; `prompt`, `response`; both scores;
+        `gap`, between the scores, each over its range where it leaves [0, 1]; `agree`, whether both are above their
+        threshold, or neither; `rewards_notes`, where the batch has it.
+    counts: rows by whether the first and the second are above. thresholds: of both. left_out: rows that failed.
+    one_sided: which verifier has the same verdict of all rows: kappa is then 0 or NaN, however well they agree. Empty
+        where both have two verdicts.
+    """
+
+    names: tuple[str, str]
+    thresholds: tuple[float, float]
+    counts: Mapping[tuple[bool, bool], int]
+    left_out: int
+    df: pd.DataFrame
+
+    @property
+    def one_sided(self) -> str:
+        if self.df.empty:
+            return "no row has both scores"
+        said = []
+        for i, (name, limit) in enumerate(zip(self.names, self.thresholds, strict=True)):
+            scores, above = self.df[name], {verdicts[i] for verdicts, rows in self.counts.items() if rows}
+            if scores.nunique() == 1:
+                said.append(f"{name} is {scores.iloc[0]:.4g} on every row")
+            elif len(above) == 1:
+                said.append(f"{name} is {'above' if above == {True} else 'not above'} {limit:.4g} on every row")
+        return ", ".join(said)
+
+    @property
+    def agreement(self) -> float:
+        """The share of the rows for which both are above their threshold, or neither is."""
+        return (self.counts[True, True] + self.counts[False, False]) / max(1, sum(self.counts.values()))
+
+    @property
+    def kappa(self) -> float:
+        """Cohen's kappa: (p_o - p_e) / (1 - p_e), where p_o is the agreement and p_e what two verifiers would reach by
+        chance that are as often above their threshold. 1: always, 0: by chance. Where one has the same verdict of all
+        rows it is 0, where both have, NaN: see `one_sided`.
+
+        Source: Cohen 1960, A coefficient of agreement for nominal scales, https://doi.org/10.1177/001316446002000104.
+        """
+        rows = max(1, sum(self.counts.values()))
+        one = (self.counts[True, True] + self.counts[True, False]) / rows
+        two = (self.counts[True, True] + self.counts[False, True]) / rows
+        by_chance = one * two + (1 - one) * (1 - two)
+        return (self.agreement - by_chance) / (1 - by_chance) if by_chance < 1 else float("nan")
+
+    def __repr__(self) -> str:
+        rows, apart = sum(self.counts.values()), self.counts[True, False] + self.counts[False, True]
+        kappa = f"kappa says nothing: {self.one_sided}" if self.one_sided else f"kappa {self.kappa:.2f}"
+        return f"<{self.names[0]} and {self.names[1]} disagree on {apart} of {rows} rows; {kappa}>"
+
+    def _repr_html_(self) -> str:
+        lines: list[Any] = self.df.head(SHOWN_ROWS).to_dict("records")
+        return agreement(
+            self.names, self.thresholds, self.counts, self.kappa, lines, left_out=self.left_out, rows=len(self.df),
+            one_sided=self.one_sided,
+        )  # fmt: skip
+
+
+def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple[float, float] | None) -> Disagreements:
+    """See `BatchTools.disagreements`; names: of the columns."""
+    import pandas as pd
+
+    values = [_scores(batch, name) for name in names]
+    valid = np.ones(batch.rows, dtype=bool)
+    if "valid" in batch.names:
+        valid = np.asarray(batch.fetch(["valid"])["valid"], dtype=bool)
+    valid &= np.isfinite(values[0]) & np.isfinite(values[1])  # a row without a score is left out
+    spans = [_span(scores[valid]) for scores in values]
+    if threshold is None:
+        limits = tuple((low + high) / 2 for low, high in spans)
+    else:
+        limits = threshold if isinstance(threshold, tuple) else (threshold, threshold)
+    one, two = ((x - low) / (high - low) for x, (low, high) in zip(values, spans, strict=True))
+    above = [scores > limit for scores, limit in zip(values, limits, strict=True)]
+    gap = np.abs(one - two)
+    order = np.flatnonzero(valid)[np.argsort(-gap[valid], kind="stable")]
+    columns: dict[str, object] = {"row": order}
+    said = [n for n in ("prompt", "prompt_ids", "response_ids", "response_mask", "rewards_notes") if n in batch.names]
+    if said:
+        texts = batch.df(said, rows=order)
+        for name, of in (("prompt", "prompt"), ("prompt", "prompt_text"), ("response", "response_text")):
+            if of in texts and name not in columns:
+                columns[name] = texts[of].tolist()
+    columns |= {name: scores[order] for name, scores in zip(names, values, strict=True)}
+    columns |= {"gap": gap[order], "agree": (above[0] == above[1])[order]}
+    if "rewards_notes" in said:
+        columns["rewards_notes"] = texts["rewards_notes"].tolist()
+    counts = {
+        (a, b): int(((above[0] == a) & (above[1] == b) & valid).sum()) for a in (True, False) for b in (True, False)
+    }
+    return Disagreements(
+        names=names, thresholds=(float(limits[0]), float(limits[1])), counts=counts,
+        left_out=int((~valid).sum()), df=pd.DataFrame(columns),
+    )  # fmt: skip
+
+
+def _scores(batch: Batch, name: str) -> np.ndarray:
+    """A number a row: of a column of tokens their sum, of those that the policy chose."""
+    masked = ["response_mask"] if "response_mask" in batch.names else []
+    table = batch.fetch([name, *masked])
+    column, mask = table[name], table.get("response_mask")
+    if not isinstance(column, Ragged):
+        return np.asarray(column, dtype=np.float64)
+    chosen = mask.rows() if isinstance(mask, Ragged) and mask.lengths.equal(column.lengths) else None
+    rows = column.rows()
+    return np.array(
+        [float((row if chosen is None else row[chosen[i].bool()]).double().sum()) for i, row in enumerate(rows)]
+    )
+
+
+def _span(scores: np.ndarray) -> tuple[float, float]:
+    """What scores are measured on: 0 to 1, or, where they leave that, from the least to the greatest."""
+    low, high = min(0.0, float(scores.min(initial=0.0))), max(1.0, float(scores.max(initial=1.0)))
+    if (low, high) != (0.0, 1.0):
+        low, high = float(scores.min()), float(scores.max())
+    return low, high if high > low else low + 1.0

@@ -1,0 +1,190 @@
+"""`wb.runs()`: a frame of all runs, each with its settings, last metrics, data and code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field
+
+from workbench.comparisons.run_curves import Band, Over, RunCurves, curves_of
+from workbench.comparisons.run_folder import RunFolder, readable, run_folders
+from workbench.display.headlines import looked_at
+from workbench.display.html import table
+from workbench.errors import BadInput
+from workbench.support.checked_calls import checked_call, checks_calls
+from workbench.support.files import path_of
+from workbench.support.validation import Number, Rule
+
+FIRST = ("opened", "algorithm", "iterations")
+DESCRIBED = ("settings/", "data/", "code/")
+NOT_AN_ARM = ("settings/seed", "data/prompts/seed", "code/commit")  # runs that differ in these alone are one arm
+MOST_ROWS, MOST_SETTINGS, LONGEST_ARM = 40, 6, 80
+Smooth = Annotated[Number, Field(ge=0, lt=1)]
+Names = Annotated[str | Sequence[str], Rule("a name, or several", 'write "reward", or ["reward", "KL"]')]
+
+
+@checks_calls("wb.runs()")
+class Runs(pd.DataFrame):
+    """One row a run, named "NAME/DATE"; a part of it can be compared as the whole can.
+
+    Columns: opened, algorithm, iterations; metrics of the last iteration and the newest evaluation as "stage/metric",
+    as in the frame of `ppo.run()`; "settings/NAME" of the opening and the algorithm, such as
+    "settings/actor/training/learning_rate" and "settings/PPO/clip"; "data/NAME"; "code/NAME"; folder. What prints is
+    the headline metrics and the settings that differ.
+    """
+
+    @property
+    def _constructor(self) -> Any:
+        return Runs
+
+    @property
+    def _constructor_sliced(self) -> Any:
+        return pd.Series
+
+    def arms(self, by: str | Sequence[str] | None = None) -> pd.Series[Any]:
+        """Which arm each run is of, in words: its algorithm and settings, where they differ, but for the seed. by:
+        columns, in their place."""
+        names = [by] if isinstance(by, str) else by
+        if names is None:
+            names = [name for name in self.differing() if name not in NOT_AN_ARM]
+        for name in names:
+            if name not in self.columns:
+                rule = f"the runs differ in {', '.join(self.differing()) or 'none'}"
+                raise BadInput(f"by={name!r}", rule, "name a column of the frame")
+        short, numbers = _short(names), dict[str, int]()
+        said = []
+        for _, row in self.iterrows():
+            parts = [f"{short[name]}={_text(row[name])}" for name in names if not _is_missing(row[name])]
+            arm = ", ".join(parts) or "all runs"
+            number = numbers.setdefault(arm, len(numbers) + 1)
+            said.append(arm if len(arm) <= LONGEST_ARM else f"{number}: {arm[:LONGEST_ARM]}...")
+        return pd.Series(said, index=self.index, name="arm")
+
+    def differing(self) -> list[str]:
+        """The columns in which these runs differ, of those that say what a run is: the algorithm, settings, data, code.
+        A setting that only some of the runs have, because the others have another algorithm, does not count."""
+        found = []
+        for name in map(str, self.columns):
+            values = {repr(value) for value in self[name].tolist() if not _is_missing(value)}
+            if len(values) > 1 and (name == "algorithm" or name.startswith(DESCRIBED)):
+                found.append(name)
+        return found
+
+    def curves(
+        self, metrics: Names = "reward", over: Over = "iterations", *, smooth: Smooth = 0.0,
+        band: Band = "interval", by: Names | None = None,
+    ) -> RunCurves:  # fmt: skip
+        """Curves of these runs: `wb.runs().curves(["reward", "KL"], over="tokens", smooth=0.8)`.
+
+        Runs that differ in their seed alone are one arm: its mean, with a band. metrics: a headline ("reward", "KL",
+        "loss", "gradient norm", "clip fraction", "response tokens", "accuracy", "cost"), or "stage/metric", such as
+        "evaluate/arithmetic/reward_mean".
+        over: "iterations"; "samples" or "tokens" that were generated; "seconds" of training, without evaluations and
+        pauses. Where arms have other x than iterations, each run is interpolated to those of the first.
+        smooth: the factor of an exponential mean, 0 to below 1, of each run before the mean over runs.
+        band: "interval", the 95 % interval of Student's t of the mean over seeds; "range", from the least to the
+        largest run. One run has none. by: columns whose values make an arm, such as "settings/PPO/clip".
+        """
+        if "folder" not in self.columns or not len(self):
+            raise BadInput(f"curves of {len(self)} runs", "it reads their folders, in the column folder", "keep it")
+        folders = {str(name): RunFolder(path_of(folder, "folder")) for name, folder in self["folder"].items()}
+        names = [metrics] if isinstance(metrics, str) else list(metrics)
+        return curves_of(folders, self.arms(by).tolist(), names, over, smooth, band)
+
+    def _shown(self) -> list[dict[str, Any]]:
+        """What prints of each run."""
+        metrics = looked_at(name for name in self.columns if not _is_described(str(name)))
+        settings = [name for name in self.differing() if name not in FIRST][:MOST_SETTINGS]
+        short = _short(settings)
+        rows = []
+        for name, row in self.iloc[-MOST_ROWS:].iterrows():
+            first = {column: row[column] for column in FIRST[1:] if column in self.columns}
+            said = {label: _text(row[column]) for label, column in metrics.items() if not _is_missing(row[column])}
+            chosen = {short[one]: "" if _is_missing(row[one]) else _text(row[one]) for one in settings}
+            rows.append({"run": str(name), **first, **said, **chosen})
+        return rows
+
+    def _about(self) -> str:
+        earlier = f"the last {MOST_ROWS} of " if len(self) > MOST_ROWS else ""
+        more = len(self.differing()) - MOST_SETTINGS
+        differ = f"; they differ in {more} more settings, see .differing()" if more > 0 else ""
+        return f"{earlier}{len(self)} runs with {len(self.columns)} columns{differ}; .curves('reward') draws them"
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "no runs"
+        with pd.option_context("display.width", 200, "display.max_columns", 40, "display.max_colwidth", 40):
+            shown = pd.DataFrame(self._shown()).fillna("").to_string(index=False)
+        return f"{shown}\n{self._about()}"
+
+    def _repr_html_(self) -> str:
+        return table(self._shown(), caption=self._about(), max_rows=MOST_ROWS) if len(self) else "<p>no runs</p>"
+
+
+@checked_call("wb.runs")
+def runs(folder: str = "runs", *, name: str | None = None) -> Runs:
+    """All runs under a folder, oldest first, each with its settings, last metrics, data and code: `wb.runs()`.
+
+    A run is what `wb.open` made a run folder for, whether it still lives or not. `wb.runs().curves()` draws them,
+    `wb.diff(a, b)` says what differs between two. folder: the one given as `wb.open(runs=)`. name: those of one
+    workbench alone. Run folders are read as data; one that belongs to another user, or that is damaged, is left out
+    with a warning, or shown without what is damaged. Raises `NotFound` where there is no such folder.
+    """
+    found = [run for run in run_folders(folder) if name in (None, run.folder.parent.name) and readable(run)]
+    rows = {run.name: _row(run) for run in found}
+    frame = pd.DataFrame.from_dict(rows, orient="index") if rows else pd.DataFrame(columns=[*FIRST, "folder"])
+    described = [column for column in frame.columns if _is_described(str(column))]
+    metrics = [column for column in frame.columns if column not in (*FIRST, *described)]
+    first = list(looked_at(metrics).values())
+    others = [column for column in metrics if column not in first]
+    return Runs(frame[[*FIRST, *first, *others, *described]].rename_axis("run"))
+
+
+def _row(run: RunFolder) -> dict[str, Any]:
+    iterations, metrics = run.last_metrics()
+    record = run.record
+    code = {"commit": record.code.get("commit"), **_mapping(record.code, "versions")}
+    code |= {f"{role}": _mapping(_mapping(record.code, "functions"), role).get("digest")
+             for role in _mapping(record.code, "functions")}  # fmt: skip
+    return {
+        "opened": datetime.fromtimestamp(record.opened_s) if record.opened_s else None,
+        "algorithm": ", ".join(run.algorithms), "iterations": iterations, **metrics,
+        **{f"settings/{name}": _cell(value) for name, value in run.settings.items()},
+        **{f"data/{name}": _cell(value) for name, value in record.data.items()},
+        **{f"code/{name}": _cell(value) for name, value in code.items()},
+        "folder": str(run.folder),
+    }  # fmt: skip
+
+
+def _mapping(values: Any, name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _is_described(column: str) -> bool:
+    return column == "folder" or column.startswith(DESCRIBED)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value is pd.NaT or (isinstance(value, float) and value != value) or value == ""
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of names that tell them apart."""
+    found = {}
+    for name in names:
+        parts = name.split("/")
+        ends = ["/".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        found[name] = next(end for end in ends if sum(f"/{other}".endswith(f"/{end}") for other in names) == 1)
+    return found
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:40]

@@ -1,0 +1,172 @@
+"""What the environment answers to turns that are taken by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.conversations.tree import Tree, Turn
+from workbench.data import conversation_turns
+from workbench.data.conversation_turns import Reply
+from workbench.data.environment import Environments
+from workbench.data.resumed import Said
+from workbench.errors import RolloutError
+from workbench.settings.engines import Sampling
+from workbench.support.calls.pickling import name_of
+from workbench.support.calls.sessions import UserCalls
+from workbench.workers.reload.sources import loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WAIT_S = 0.05
+
+Told = tuple[tuple[int, ...], ...]  # the turns that an environment was told
+
+
+class Answers:
+    """Environments of one conversation, in a process of their own, as on a host: one for each branch that was gone on
+    with. Where a branch begins at an earlier turn, a new environment is told the turns before it again, and must answer
+    as the first one did: it depends on nothing but `sample_seed`, the row and what it is told.
+
+    row: what `reset` is given.
+    """
+
+    def __init__(
+        self, sampling: Sampling, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_model_tokens: int
+    ) -> None:
+        self._sampling, self._row, self._tokenizer, self._most = sampling, row, tokenizer, max_model_tokens
+        self._open = contextlib.ExitStack()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._environments: Environments | None = None
+        self._rows: list[Mapping[str, Any]] = []
+        self._at: dict[Told, int] = {}
+        self._observed: dict[Told, str] = {}
+
+    def close(self) -> None:
+        """Close the environments and end their process; they begin anew when they are asked again."""
+        self._forget()
+        self._open.close()
+
+    def beginning(self) -> Reply:
+        """What the environment says before the first turn."""
+        with self._whole():
+            return self._begin()[1]
+
+    def answer(self, tree: Tree, path: Sequence[Turn], token_ids: Sequence[int]) -> Reply:
+        """What it answers to a turn that comes behind `path`. Raises `RolloutError` where it fails."""
+        with self._whole():
+            row = self._row_behind(tree, path)
+            self._at = {told: other for told, other in self._at.items() if other != row}
+            reply = self._say(row, token_ids, self._lead(tree, path))
+            told = (*_told(path), tuple(token_ids))
+            self._at[told], self._observed[told] = row, reply.observed
+            return reply
+
+    @property
+    def began(self) -> str:
+        """Of what the environment said before the first turn; see `Reply.observed`."""
+        return self._observed.get((), "")
+
+    def said(self, tree: Tree, path: Sequence[Turn]) -> list[Said]:
+        """These turns, as another environment is told them again."""
+        with self._whole():
+            row, found = self._row_behind(tree, path), []
+            assert self._environments is not None
+            for k, turn in enumerate(path):
+                given = self._turn(row, turn.token_ids, self._lead(tree, path[:k]))
+                text, more = self._environments.arguments(given)
+                observed = self._observed.get(_told(path[: k + 1]), "")
+                found.append(Said(text=text, more=more, reward=turn.reward, done=turn.done, observed=observed))
+            return found
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What fails, or is interrupted, leaves no environment that was told half of something."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _row_behind(self, tree: Tree, path: Sequence[Turn]) -> int:
+        """An environment that was told these turns."""
+        if _told(path) in self._at:
+            return self._at[_told(path)]
+        row, _ = self._begin()
+        for k, turn in enumerate(path):
+            reply = self._say(row, turn.token_ids, self._lead(tree, path[:k]))
+            if reply.done != turn.done or (not turn.done and list(reply.observation_ids) != list(turn.own_ids)):
+                raise RolloutError(
+                    f"environment {name_of(self._sampling.environment)} answered turn {k} otherwise when it was told "
+                    "it again",
+                    "a branch needs the environment as it was at an earlier turn: its answers follow from sample_seed, "
+                    "the row and the turns",
+                    "draw its random numbers from sample_seed, which reset is given",
+                )
+            self._observed[_told(path[: k + 1])] = reply.observed
+        self._at[_told(path)] = row
+        return row
+
+    def _begin(self) -> tuple[int, Reply]:
+        if self._environments is None:
+            self._open.close()  # of a process that was given up
+            calls = UserCalls(loaded.replaced_texts)
+            self._open.callback(calls.close)
+            self._environments = Environments(
+                self._sampling, self._rows, self._tokenizer, max_model_tokens=self._most, calls=calls,
+                where="the notebook", row_numbers=_Zeros(),
+            )  # fmt: skip
+            self._open.enter_context(self._environments.running())
+        self._rows.append(self._row)
+        row = len(self._rows) - 1
+        self._environments.begin(row, self._sampling.max_new_tokens)
+        reply = self._reply(row)
+        self._observed[()] = reply.observed
+        return row, reply
+
+    def _say(self, row: int, token_ids: Sequence[int], lead_ids: Sequence[int]) -> Reply:
+        assert self._environments is not None
+        self._environments.say(self._turn(row, token_ids, lead_ids))
+        return self._reply(row)
+
+    @staticmethod
+    def _turn(row: int, token_ids: Sequence[int], lead_ids: Sequence[int]) -> conversation_turns.Turn:
+        return conversation_turns.Turn(row=row, response_ids=list(token_ids), lead_ids=list(lead_ids))
+
+    @staticmethod
+    def _lead(tree: Tree, path: Sequence[Turn]) -> Sequence[int]:
+        """The tokens that come before a turn behind `path`, since the policy's last one."""
+        return path[-1].answer_ids if path else [*tree.prompt_ids, *tree.first_ids]
+
+    def _reply(self, row: int) -> Reply:
+        """The reply of one environment; `RolloutError` where it fails, or its process ended."""
+        assert self._environments is not None
+        while True:
+            for other, reply in self._environments.replies(WAIT_S):
+                if other == row and reply.failure is not None:
+                    raise reply.failure
+                if other == row and reply.again:
+                    raise RolloutError(
+                        f"the process of environment {name_of(self._sampling.environment)} ended", "",
+                        "call the same again: it is told the turns before again",
+                    )  # fmt: skip
+                if other == row:
+                    return reply
+
+
+class _Zeros(Sequence[int]):
+    """The number of the conversation's row, whichever environment it is of."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return 0
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _told(path: Sequence[Turn]) -> Told:
+    return tuple(tuple(turn.token_ids) for turn in path)

@@ -1,0 +1,389 @@
+"""A conversation stepped by hand: `chat = lab.conversation(row, environment=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.algorithms.lab import Lab
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.turns import marked
+from workbench.conversations.answers import Answers
+from workbench.conversations.continuations import STAGE, Continuations, row_table
+from workbench.conversations.credit import Credit
+from workbench.conversations.fork import Fork
+from workbench.conversations.pictures import pictures
+from workbench.conversations.rows import add_branch, branch_table, lists
+from workbench.conversations.tree import Tree, Turn
+from workbench.conversations.value import Value
+from workbench.conversations.written import as_answer, as_turn
+from workbench.data.resumed import Resumed, Said
+from workbench.display.conversation import TurnPicture, tree_picture
+from workbench.errors import BadInput, RolloutError
+from workbench.messages.metric_values import MetricValues
+from workbench.settings.engines import Sampling
+from workbench.stages.isolated import isolated
+from workbench.support.checked_calls import checks_calls
+from workbench.support.seeds import derive_seed
+from workbench.support.validation import NonNegativeInt, PositiveInt
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CONTINUED = ("gae", "gae_turn")  # estimators that take the critic's value for what would come after a branch
+
+
+@checks_calls("chat")
+class Chat:
+    """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
+
+    step(): the policy takes a turn, and the environment answers. finish(): until the conversation has ended. edit():
+    another text for a turn, or for an answer. fork(): continuations from a turn, and its value by Monte Carlo. go():
+    to another branch. batch(), train(): branches as rows. values(): credit by turn. tree: all turns; here: the number
+    of the turn that the next one comes behind, None at the beginning; path: the turns up to it.
+
+    Turns are drawn by the actor's newest weights, one after the other, so branches may be of several versions. The
+    environment runs in a process of its own; at a branch a new one is told the turns before it again, see `Answers`.
+    Training sees nothing of all this but by `train`.
+    """
+
+    def __init__(self, lab: Lab, row: Any, *, sampling: Sampling, gamma: float, seed: int) -> None:
+        self._lab = lab
+        self._sampling = replace(sampling, keep_mask=False, retries=0, most_failed=1.0, max_seconds=None, context=None)
+        self._tokenizer = lab.runner.batches.tokenizer
+        generation = lab.description.generation
+        assert generation is not None
+        self._most = generation.max_model_tokens
+        self._row = row_table(lab, row)
+        self._continuations, self._credit = Continuations(lab, self._row, seed), Credit(gamma)
+        texts = {name: column[0] for name, column in self._row.items() if isinstance(column, list)}
+        self._sample_seed = derive_seed("conversation", seed)
+        self._answers = Answers(
+            self._sampling, {**texts, "sample_seed": self._sample_seed}, self._tokenizer, self._most
+        )
+        first = self._answers.beginning()
+        ids = self._row["prompt_ids"]
+        assert isinstance(ids, Ragged)
+        prompt_ids = first.prompt_ids if first.prompt_ids is not None else ids.values.tolist()
+        self.tree = Tree(
+            prompt_ids=prompt_ids, first_ids=first.observation_ids, decode=lab.runner.batches.decode
+        )  # fmt: skip
+        self.here: int | None = None
+        self.changes = 0  # counts up with each, for views
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns of the branch, in order."""
+        return self.tree.path(self.here)
+
+    @property
+    def ended(self) -> str:
+        """Why the branch does not go on, as in the column `ending`: "done", "max_turns", "max_tokens", "max_calls"; ""
+        where it does. By hand there is no limit of seconds."""
+        return self._ended(self.path)
+
+    def _ended(self, path: Sequence[Turn]) -> str:
+        if path and path[-1].done:
+            return "done"
+        if len(path) >= self._sampling.max_turns:
+            return "max_turns"
+        if path and not path[-1].answered:
+            return path[-1].limit or "max_tokens"
+        return "max_tokens" if self._room(path) < 1 else ""
+
+    def _room(self, path: Sequence[Turn]) -> int:
+        """Tokens that a turn behind these may have."""
+        used = len(self.tree.tokens(path, answered=True))
+        return min(self._most - len(self.tree.prompt_ids), self._sampling.max_new_tokens) - used
+
+    def _need_open(self, path: Sequence[Turn]) -> None:
+        if why := self._ended(path):
+            reasons = {
+                "done": "the environment said that it is over",
+                "max_turns": f"it has all of max_turns={self._sampling.max_turns}",
+                "max_calls": f"its tool calls are more than max_calls={self._sampling.max_calls}",
+                "max_tokens": "there is no room for another token: raise max_new_tokens or Generation.max_model_tokens",
+            }
+            raise BadInput(
+                f"another turn behind turn {len(path) - 1}", reasons[why], "go to an earlier turn: chat.go(...)"
+            )
+
+    def go(self, turn: Any) -> Chat:
+        """Go to a turn of the tree, by itself or by number, so that the next one comes behind it; None: to the
+        beginning. Returns the chat."""
+        self.here = None if turn is None else self.tree.number(turn)
+        self.changes += 1
+        return self
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Turn:
+        """Let the policy take a turn, and the environment answer. Returns the turn; the chat shows it.
+
+        Raises `BadInput` where the branch has ended, `RolloutError` where the environment fails: nothing is added then.
+        """
+        path = self.path
+        self._need_open(path)
+        sampling = replace(self._sampling, environment=None, max_new_tokens=self._room(path))
+        table, _, version = self._continuations.draw(self.tree, path, 1, sampling)
+        ids, log_probs = (lists(table, name)[0] for name in ("response_ids", "rollout_log_prob"))
+        ending = table["ending"][0]  # type: ignore[index]
+        return self._add(path, ids, log_probs, str(ending), "policy", version)
+
+    def finish(self) -> Chat:
+        """Take turns until the branch has ended. Returns the chat."""
+        while not self.ended:
+            self.step()
+        return self
+
+    def edit(self, turn: NonNegativeInt, text: str | None = None, *, answer: Any = None) -> Turn:
+        """Replace a turn of the branch, or what it was answered, and go there: what came behind stays in the tree, as
+        another branch.
+
+        turn: its place in the branch, from 0. text: of the policy, in place of the turn's; the token that ends a turn
+        is added unless the text ends with one of the stop strings. The environment answers it. answer: what the policy
+        reads in place of the environment's answer, a text or messages; the environment does not know of it.
+        """
+        path = self.path
+        if turn >= len(path):
+            raise BadInput(f"edit({turn})", f"the branch has {len(path)} turns, from 0", "chat.step() takes another")
+        if text is None and answer is None:
+            raise BadInput(f"edit({turn})", "gives another text for the turn, or another answer", "edit(0, 'text')")
+        before, old = path[:turn], path[turn]
+        if text is not None:
+            ids, ending = as_turn(self._tokenizer, text, stop=self._sampling.stop, room=self._room(before))
+            new = self._add(before, ids, [0.0] * len(ids), ending, "hand", old.weights_version)
+        else:
+            new = old
+        if answer is None:
+            return new
+        if new.done or not new.answered:
+            raise BadInput(f"an answer to turn {turn}", "the conversation ended with it: nobody reads an answer")
+        ids = as_answer(self._tokenizer, answer, new)
+        edited = replace(new, number=len(self.tree.turns), answer_ids=ids, answered_by="hand")
+        return self._added(edited)
+
+    def _add(
+        self, path: Sequence[Turn], ids: Sequence[int], log_probs: Sequence[float], ending: str, by: Any, version: int
+    ) -> Turn:
+        """A turn behind a path, with what the environment answers."""
+        parent = path[-1].number if path else None
+        told: dict[str, Any] = {"answered": False}
+        if ending != "length":
+            reply = self._answers.answer(self.tree, path, ids)
+            own = reply.observation_ids
+            told = {"answer_ids": own, "own_ids": own, "reward": reply.reward, "done": reply.done}
+            if reply.limit is not None:
+                told |= {"answered": False, "limit": reply.limit}
+        turn = Turn(
+            number=len(self.tree.turns), parent=parent, token_ids=list(ids), log_probs=list(log_probs), ending=ending,
+            written_by=by, weights_version=version, **told,
+        )  # fmt: skip
+        return self._added(turn)
+
+    def _added(self, turn: Turn) -> Turn:
+        added = self.tree.add(turn)
+        self.here = added.number
+        self.changes += 1
+        return added
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def fork(self, n: PositiveInt, at: NonNegativeInt | None = None) -> Fork:
+        """Sample n continuations from before a turn of the branch, to their ends: their returns, and with them the
+        value of the conversation there, beside the critic's where there is one.
+
+        at: a place in the branch, from 0: that turn, and all behind it, are drawn anew; None: behind the last turn. The
+        turns come into the tree, beside what is there; `here` stays. Further forks at the same place add to its value
+        as long as the weights are the same. An environment that draws from `sample_seed` draws the same in all.
+        """
+        path = self.path
+        place = len(path) if at is None else at
+        if place > len(path):
+            raise BadInput(f"fork(at={at})", f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
+        before = path[:place]
+        self._need_open(before)
+        assert self._sampling.environment is not None
+        said = self._answers.said(self.tree, before)
+        resumed = Resumed(
+            make=self._sampling.environment, sample_seed=self._sample_seed, said=said, began=self._answers.began
+        )
+        sampling = replace(
+            self._sampling,
+            environment=resumed,
+            max_calls=self._calls_left(resumed.said),
+            max_turns=self._sampling.max_turns - place,
+            max_new_tokens=self._room(before),
+        )
+        has_critic = "critic" in self._lab.groups
+        table, critic, version = self._continuations.draw(self.tree, before, n, sampling, values=has_critic)
+        return self._forked(before, table, critic, version)
+
+    def _calls_left(self, said: Sequence[Said]) -> int | None:
+        """Tool calls that may come behind these turns; None: any number."""
+        most = self._sampling.max_calls
+        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
+        return None if most is None else max(0, most - made)
+
+    def _forked(self, before: Sequence[Turn], table: Table, critic: float | None, version: int) -> Fork:
+        parent = before[-1].number if before else None
+        columns = {name: lists(table, name) for name in ("response_ids", "response_mask", "turn_rewards")}
+        leaves, returns, kept = [], [], []
+        for i, rewards in enumerate(columns["turn_rewards"]):
+            if not int(table["valid"][i]):  # type: ignore[index]
+                continue
+            leaves.append(add_branch(self.tree, parent, table, i, version))
+            returns.append(sum(self._credit.gamma**k * reward for k, reward in enumerate(rewards)))
+            kept.append(i)
+        if not leaves:
+            raise RolloutError("the environment failed in every continuation", str(table["failure"][0])[:300])  # type: ignore[index]
+        self._credit.add(parent, version, returns)
+        self.changes += 1
+        endings = [str(table["ending"][i]) for i in kept]  # type: ignore[index]
+        ids, masks = columns["response_ids"], columns["response_mask"]
+        return Fork(
+            at=len(before), leaves=leaves, returns=returns, endings=endings, critic=critic,
+            texts=[marked(ids[i], masks[i], self._lab.runner.batches.decode) for i in kept],
+            turns=[len(columns["turn_rewards"][i]) for i in kept], failed=len(columns["turn_rewards"]) - len(leaves),
+        )  # fmt: skip
+
+    def value(self, turn: NonNegativeInt | None = None) -> Value | None:
+        """The value before a turn of the branch by the continuations that were forked there; None: there are none.
+        turn: its place, from 0; None: behind the last one."""
+        path = self.path
+        place = len(path) if turn is None else turn
+        if place > len(path):
+            raise BadInput(f"value({turn})", f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
+        return self._credit.value_behind(path[place - 1].number if place else None)
+
+    def advantage(self, turn: Any) -> float | None:
+        """What a turn of the tree gained, by continuations: its reward, and gamma times the value behind it, less the
+        value before it. None where there are no continuations from both places; behind the end the value is 0."""
+        return self._credit.advantage(self.tree.turns[self.tree.number(turn)])
+
+    def values(self) -> pd.DataFrame:
+        """Credit by turn, of the branch: one row a turn, with `turn`, `number` (in the tree), `text`, `answer`,
+        `written_by`, `answered_by`, `reward`; `value`, `value_low`, `value_high`, `forked`: by continuations from
+        before the turn, with the ends of a 95 % interval (NaN where there are none); with a critic `critic_value`."""
+        import pandas as pd
+
+        path = self.path
+        critic = self._critic_values(path) if path and "critic" in self._lab.groups else None
+        lines = []
+        for k, turn in enumerate(path):
+            value = self.value(k)
+            lines.append(
+                {
+                    "turn": k, "number": turn.number, "text": turn.text, "answer": turn.answer,
+                    "written_by": turn.written_by, "answered_by": turn.answered_by, "reward": turn.reward,
+                    "value": value.mean if value else float("nan"), "value_low": value.low if value else float("nan"),
+                    "value_high": value.high if value else float("nan"), "forked": value.n if value else 0,
+                    **({} if critic is None else {"critic_value": critic[k]}),
+                }
+            )  # fmt: skip
+        return pd.DataFrame(lines)
+
+    def _critic_values(self, path: Sequence[Turn]) -> list[float]:
+        with isolated(self._lab.runner, STAGE):
+            batch = self._put([path], before_edits=True, trains=False)
+            batch = self._lab.critic.compute_values(batch.repeat(self._continuations.ranks("critic")))
+            return list(batch.turns(rows=[0]).value)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def batch(self, *turns: Any, before_edits: bool = False) -> Batch:
+        """Branches as a batch: the columns of `generate_sequences(environment=...)`, one row for each turn that is
+        given (by itself or by number) with all before it; none given: the branch.
+
+        `response_mask` is 1 on tokens that the policy sampled. It is 0 on what was written by hand, on turns before
+        that (whose returns a hand was in, unless before_edits), and on turns that several rows share.
+        Raises `BadInput` where no token is left to train.
+        """
+        return self._put(self._paths(turns), before_edits=before_edits)
+
+    def _paths(self, turns: Sequence[Any]) -> list[list[Turn]]:
+        return [self.tree.path(self.tree.number(turn)) for turn in turns] if turns else [self.path]
+
+    def _put(self, paths: Sequence[Sequence[Turn]], *, before_edits: bool, trains: bool = True) -> Batch:
+        if not all(paths):
+            raise BadInput("a branch without a turn", "a row has one turn at least", "chat.step()")
+        table = branch_table(
+            self.tree, paths, [self._ended(path) or "max_turns" for path in paths], before_edits=before_edits
+        )
+        mask = table["response_mask"]
+        assert isinstance(mask, Ragged)
+        if trains and not mask.values.any():
+            raise BadInput(
+                "a batch without a token to train",
+                "turns that were written by hand, those before them, and those that all rows share are not trained",
+                "step on from there, or batch(before_edits=True)",
+            )
+        texts = {name: column * len(paths) for name, column in self._row.items() if isinstance(column, list)}
+        uids = {"prompt_uid": torch.as_tensor(self._row["prompt_uid"]).repeat(len(paths))}
+        versions = [turn.weights_version for path in paths for turn in path]
+        meta = {**self._continuations.meta, "weights_version": min(versions)} if self._continuations.meta else {}
+        return self._lab.put({**texts, **uids, **table}, meta=meta, owner="conversation")
+
+    def train(
+        self, *turns: Any, estimator: str | Callable[..., Any] | None = None, before_edits: bool = False, **update: Any
+    ) -> MetricValues:
+        """Take an optimizer step of the actor on branches, see `batch`, by the environment's rewards. Returns the
+        update's metrics.
+
+        With a critic, and "gae_turn" or "gae", its value behind the last turn stands for what would come after a branch
+        that is not over. Other estimators need the whole return: raises `BadInput` for a branch that goes on.
+
+        estimator: of `compute_advantages`; None: with a critic "gae_turn"; without one "reinforce_turn_baseline" over
+        several branches, "reinforce_turn" of one. They are not whitened. update: arguments of `update_actor`, such as
+        `loss` and `clip`. A batch has as many rows at least as minibatches and ranks: fork, and give the leaves.
+        """
+        lab, paths = self._lab, self._paths(turns)
+        has_critic = "critic" in lab.groups
+        several = "reinforce_turn_baseline" if len(paths) > 1 else "reinforce_turn"
+        estimator = estimator or ("gae_turn" if has_critic else several)
+        goes_on = has_critic and estimator in CONTINUED
+        if not goes_on:
+            self._need_ended(paths, estimator)
+        batch = self._put(paths, before_edits=before_edits).rename(environment_rewards="rewards")
+        batch = lab.actor.compute_log_prob(batch)
+        if has_critic:
+            batch = lab.critic.compute_values(batch, final=goes_on)
+        batch = lab.compute_advantages(
+            batch, estimator=estimator, gamma=self._credit.gamma, bootstrap=goes_on, whiten_advantages=False
+        )
+        metrics: MetricValues = lab.actor.update_actor(batch, **update)
+        self.changes += 1
+        return metrics
+
+    def _need_ended(self, paths: Sequence[Sequence[Turn]], estimator: Any) -> None:
+        for path in paths:
+            if path and not self._ended(path):
+                named = estimator if isinstance(estimator, str) else getattr(estimator, "__name__", "the estimator")
+                raise BadInput(
+                    f"train on the branch that ends with turn {path[-1].number}, which goes on",
+                    f"{named} takes its return as whole, and what would come after it as nothing",
+                    'chat.finish() first; or open the lab with a critic, for estimator="gae_turn"',
+                )
+
+    def close(self) -> None:
+        """End the environment's process. The tree stays, and the next turn starts one again."""
+        self._answers.close()
+
+    # --- shown --------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        ended = f", ended: {self.ended}" if self.ended else ""
+        return f"<Chat: {len(self.path)} turns here, {len(self.tree.turns)} in the tree{ended}>"
+
+    def _repr_html_(self) -> str:
+        return tree_picture(self.pictures(), repr(self)[1:-1])
+
+    def pictures(self) -> list[TurnPicture]:
+        """All turns as they are drawn, each before those that go on from it."""
+        return pictures(self.tree, self.path, self._credit)

@@ -1,0 +1,151 @@
+"""`lab.serve()`: the live actor behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from workbench.algorithms.lab import Lab
+from workbench.conversations.continuations import row_table
+from workbench.data.endpoint_call import STOP, EndpointCall, read_address
+from workbench.errors import BadInput, RolloutError, StageError
+from workbench.errors.plain_text import shown
+from workbench.settings.engines import Sampling
+from workbench.stages.isolated import isolated
+from workbench.workers.agents.requests import MODEL
+
+NAME, POLL_S, LONGEST_S = "lab.serve()", 0.02, 10.0**9
+STARTS_WITHIN_S = 300.0  # an engine may have to load first
+
+
+class Endpoint:
+    """An endpoint that is open: `base_url`, `api_key`, and `model`, the name that requests give.
+
+    It prints without the key. `close()`, or the end of a `with`, ends it; then stages run again. weights_version: of
+    the actor, in optimizer steps.
+    """
+
+    model = MODEL
+
+    def __init__(self, lab: Lab, sampling: Sampling) -> None:
+        self._lab, self._sampling = lab, sampling
+        self._folder = Path(tempfile.mkdtemp(prefix="workbench-serve-"))  # which this user alone can enter
+        self._error: Exception | None = None
+        self.base_url = self.api_key = ""
+        weights = lab.runner.counters.weights.get("actor")
+        self.weights_version = 0 if weights is None else weights.steps
+        self._thread = threading.Thread(target=self._work, name="workbench-endpoint", daemon=True)
+
+    def start(self) -> None:
+        """Open it; returns when it takes requests. Raises what kept it from that."""
+        self._thread.start()
+        try:
+            self._wait()
+        except BaseException:
+            self._end()
+            raise
+        self._lab.before_close(self._end)
+
+    def _wait(self) -> None:
+        until = time.monotonic() + STARTS_WITHIN_S
+        while (found := read_address(self._folder)) is None:
+            if not self._thread.is_alive():
+                raise self._error or StageError(
+                    "lab.serve() ended at once",
+                    "the rank of the actor that serves has to be on this machine, and to see its temporary folder",
+                    "open the workbench with the actor on this machine",
+                )
+            if time.monotonic() > until:
+                raise StageError(
+                    f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
+                    "the rank of the actor that serves is on this machine, as it listens on the loopback",
+                    "open the workbench with the actor on this machine",
+                )
+            time.sleep(POLL_S)
+        self.base_url, self.api_key = found
+
+    def _work(self) -> None:
+        """One stage that lasts as long as the endpoint; no other may be called meanwhile."""
+        lab, call = self._lab, EndpointCall(str(self._folder), os.getpid())
+        try:
+            with lab.runner.driving(NAME), isolated(lab.runner, "serve"):
+                batch = lab.put(row_table(lab, "serve"))
+                options = {**vars(self._sampling), "agent": call, "call_timeout_s": LONGEST_S, "most_failed": 1.0}
+                run = lab.actor.generate_sequences.submit(batch, **options)
+                run.join()
+                if run.state == "failed":
+                    run.result()  # raises
+        except RolloutError as error:
+            self._error = None if self.base_url else error  # once it is open: nothing was asked for
+        except Exception as error:
+            self._error = error
+
+    def close(self) -> None:
+        """End it; requests that wait are dropped. Closing twice is fine. Raises what had ended it before."""
+        self._end()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _end(self) -> None:
+        if not self._folder.is_dir():
+            return
+        (self._folder / STOP).touch()
+        self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end()
+
+    def __repr__(self) -> str:
+        if not self.is_open:
+            return "Endpoint(closed)"
+        sampled = f"temperature={self._sampling.temperature}, max_new_tokens={self._sampling.max_new_tokens}"
+        return f"Endpoint({self.base_url}, model={self.model!r}, weights_version={self.weights_version}, {sampled})"
+
+
+def serve(lab: Lab, *, sampling: Sampling | None = None) -> Endpoint:
+    """Serve the actor, with its weights as they are now, to any client of OpenAI's API.
+
+        with lab.serve(sampling=wb.Sampling(temperature=0, max_new_tokens=256)) as endpoint:
+            client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+            client.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": "2 + 3?"}])
+
+    It listens on the loopback of the machine of the actor's rank, which has to be this one, and answers only requests
+    that carry its key. Requests are answered together by the actor's own generation engine. sampling: how they are
+    drawn; None: `wb.Sampling()`. A request may choose `max_tokens`, up to max_new_tokens, and `stop`, `tools`,
+    `stream`; one that asks for other sampling is refused.
+
+    While it is open no stage can be called; training goes on with the same numbers after `close()`. A checkpoint is
+    served by `wb serve CHECKPOINT`. Raises `BadInput` without an actor, and for sampling with an agent or an
+    environment.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise BadInput(f"sampling={shown(sampling)}", "must be a wb.Sampling(...)")
+    if sampling.agent is not None or sampling.environment is not None:
+        raise BadInput(
+            "lab.serve(sampling=) with an agent or environment", "clients ask for each turn themselves", "leave it out"
+        )
+    if "actor" not in lab.groups:
+        raise BadInput("lab.serve() without an actor", "its generation engine answers", "open one with an actor")
+    lab.runner.check_driver()
+    lab.actor.operations["generate_sequences"].arguments((), dict(vars(sampling)))
+    endpoint = Endpoint(lab, sampling)
+    endpoint.start()
+    return endpoint

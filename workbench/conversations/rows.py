@@ -1,0 +1,104 @@
+"""Branches of a conversation as rows of a batch, and rows as branches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.batches.columns import Ragged, Table
+from workbench.conversations.tree import Tree, Turn
+
+
+def trained_turns(paths: Sequence[Sequence[Turn]], *, before_edits: bool) -> list[list[bool]]:
+    """Of the turns of each branch, which are trained.
+
+    Those that the policy sampled; but not those before a turn, or an answer, that was written by hand, whose return is
+    no longer that of the policy in its environment (unless before_edits), and not those that several branches share,
+    which would be trained as often.
+    """
+    shared = Counter(turn.number for path in paths for turn in path)
+    found = []
+    for path in paths:
+        last_edit = max((k for k, turn in enumerate(path) if turn.edited), default=-1)
+        # an answer that was written by hand comes behind its turn
+        found.append(
+            [
+                turn.written_by == "policy" and shared[turn.number] == 1 and (before_edits or k > last_edit)
+                for k, turn in enumerate(path)
+            ]
+        )
+    return found
+
+
+def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[str], *, before_edits: bool) -> Table:
+    """The columns of `generate_sequences(environment=...)` for these branches, with `response_mask` 1 on the tokens of
+    turns that are trained."""
+    rows: dict[str, list[Any]] = {
+        name: [] for name in ("ids", "mask", "log_probs", "rewards", "starts", "ends", "given")
+    }
+    for path, trained in zip(paths, trained_turns(paths, before_edits=before_edits), strict=True):
+        first = len(tree.first_ids)
+        ids, mask, log_probs, rewards = list(tree.first_ids), [False] * first, [0.0] * first, [0.0] * first
+        starts, ends = [], []
+        for turn, counts in zip(path, trained, strict=True):
+            starts.append(len(ids))
+            ids += turn.token_ids
+            ends.append(len(ids))
+            mask += [counts] * len(turn.token_ids)
+            log_probs += turn.log_probs
+            rewards += [0.0] * (len(turn.token_ids) - 1) + [turn.reward]
+            if turn is not path[-1]:
+                ids += turn.answer_ids
+                answer = len(turn.answer_ids)
+                mask += [False] * answer
+                log_probs += [0.0] * answer
+                rewards += [0.0] * answer
+        columns = (ids, mask, log_probs, rewards, starts, ends, [turn.reward for turn in path])
+        for name, column in zip(rows, columns, strict=True):
+            rows[name].append(column)
+    return {
+        "prompt_ids": Ragged.of([tree.prompt_ids] * len(paths), torch.int64),
+        "response_ids": Ragged.of(rows["ids"], torch.int64),
+        "response_mask": Ragged.of(rows["mask"], torch.bool),
+        "rollout_log_prob": Ragged.of(rows["log_probs"], torch.float32),
+        "environment_rewards": Ragged.of(rows["rewards"], torch.float32),
+        "turn_starts": Ragged.of(rows["starts"], torch.int64),
+        "turn_ends": Ragged.of(rows["ends"], torch.int64),
+        "turn_rewards": Ragged.of(rows["given"], torch.float32),
+        "turns": torch.tensor([len(path) for path in paths]),
+        "ending": list(endings),
+        "finished": torch.tensor([ending == "done" for ending in endings]),
+    }
+
+
+def lists(table: Table, name: str) -> list[list[Any]]:
+    """A column of numbers a row."""
+    column = table[name]
+    assert isinstance(column, Ragged)
+    return [row.tolist() for row in column.rows()]
+
+
+def add_branch(tree: Tree, parent: int | None, table: Table, row: int, version: int) -> Turn:
+    """Put the turns of a continuation into a tree. Returns the last of them. parent: number of the turn that they come
+    behind. table: a rollout. version: of the weights that sampled it."""
+    names = ("response_ids", "rollout_log_prob", "turn_starts", "turn_ends", "turn_rewards")
+    ids, log_probs, starts, ends, rewards = (lists(table, name)[row] for name in names)
+    ending = str(table["ending"][row])  # type: ignore[index]
+    turn = None
+    for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        last = k == len(ends) - 1
+        answer = [] if last else ids[end : starts[k + 1]]
+        turn = tree.add(
+            Turn(
+                number=len(tree.turns), parent=parent if turn is None else turn.number,
+                token_ids=ids[start:end], log_probs=log_probs[start:end], answer_ids=answer, own_ids=answer,
+                ending="length" if last and ending == "max_tokens" else "stop", reward=rewards[k],
+                done=last and ending == "done", limit=ending if last and ending == "max_calls" else "",
+                answered=not last or ending == "done", weights_version=version,
+            )
+        )  # fmt: skip
+    assert turn is not None
+    return turn

@@ -1,0 +1,158 @@
+"""Tools of an MCP server that talks over stdin and stdout (https://modelcontextprotocol.io), for `wb.Tools`.
+
+    tools = wb.adapters.mcp_tools(["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"])
+    lab.actor.generate_sequences(batch, environment=wb.Tools(tools))
+
+The server is started here to ask for its tools, and ended; then once in each process that makes calls, for all
+conversations there. It ends with the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from workbench.data.tools import Tool
+from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import plain_text
+from workbench.support.checked_calls import checked_call
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+T = TypeVar("T")
+ASKING_S = 60.0  # for a server that is started to ask for its tools
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server is started."""
+
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def client(self) -> Client:
+        """A connection, which is open inside `async with`. What the server writes to stderr goes to that of the
+        process: a notebook's is no file."""
+        try:
+            from mcp import Client, StdioServerParameters
+            from mcp.client.stdio import stdio_client
+        except ImportError:
+            raise MissingDependency.of("the package mcp 2", "it talks to MCP servers", "agents") from None
+        program, *rest = self.command
+        parameters = StdioServerParameters(command=program, args=rest, env=dict(self.environment))
+        return Client(stdio_client(parameters, sys.__stderr__ or sys.stderr))
+
+
+@checked_call("wb.adapters.mcp_tools")
+def mcp_tools(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, only: Sequence[str] | None = None
+) -> list[Tool]:
+    """The tools of an MCP server, as `wb.Tools` takes them.
+
+    command: starts the server. environment: variables that it gets beside the usual ones (PATH, HOME and the like).
+    only: names of the tools that are wanted; None: all. The server checks the arguments of calls; what it calls an
+    error is told to the model as one.
+    Raises `MissingDependency` without the package mcp, `BadInput` for a server that does not start, or has none of
+    these tools.
+    """
+    if not command:
+        raise BadInput("command=[]", "starts the server", "write ['python', 'server.py']")
+    server = Server(tuple(command), tuple(sorted((environment or {}).items())))
+
+    async def ask() -> list[Any]:
+        async with asyncio.timeout(ASKING_S), server.client() as client:
+            return list((await client.list_tools()).tools)
+
+    try:
+        found = {tool.name: tool for tool in _run(ask())}
+    except MissingDependency:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"the MCP server {' '.join(command)!r:.120}",
+            f"does not say which tools it has: {plain_text(_first(error), 200)}",
+            "start it in a shell, and look at what it prints",
+        ) from error
+    if missing := [name for name in only or () if name not in found]:
+        raise BadInput(f"only={missing}", f"the server has {', '.join(found) or 'no tools'}", "name some of these")
+    return [
+        Tool(
+            {
+                "type": "function",
+                "function": {"name": name, "description": tool.description or "", "parameters": tool.input_schema},
+            },
+            functools.partial(_call, server, name),
+            prepare=functools.partial(_connected, server),
+        )
+        for name, tool in found.items()
+        if only is None or name in only
+    ]
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, also where the caller has an event loop, as a notebook does."""
+    import concurrent.futures
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def _first(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+# --- in the process that makes the calls ------------------------------------------------------------------------------
+
+_open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Server, Connection]] = weakref.WeakKeyDictionary()
+
+
+class Connection:
+    """A server that is kept open for the calls of an event loop. One task opens it and closes it: the client asks for
+    that."""
+
+    def __init__(self, server: Server) -> None:
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(server))
+
+    async def _hold(self, server: Server) -> None:
+        try:
+            async with server.client() as client:
+                self._client.set_result(client)
+                await asyncio.Event().wait()  # until the loop ends its tasks
+        except Exception as error:
+            if self._client.done():
+                raise
+            self._client.set_exception(RuntimeError(f"the MCP server does not start: {_first(error)}"))
+
+    async def client(self) -> Client:
+        return await asyncio.shield(self._client)
+
+    @property
+    def lost(self) -> bool:
+        return self._task.done()
+
+
+async def _connected(server: Server) -> Client:
+    """A client of a server that runs."""
+    connections = _open.setdefault(asyncio.get_running_loop(), {})
+    if server not in connections or connections[server].lost:
+        connections[server] = Connection(server)
+    return await connections[server].client()
+
+
+async def _call(server: Server, name: str, /, **arguments: Any) -> str:
+    """The text of a call's result."""
+    result = await (await _connected(server)).call_tool(name, arguments)
+    text = "\n".join(part.text for part in result.content if part.type == "text")
+    if result.is_error:
+        raise RuntimeError(text or "the server says that the call failed")
+    others = [part.type for part in result.content if part.type != "text"]
+    return text + (f"\n({', '.join(others)}: not shown)" if others else "")

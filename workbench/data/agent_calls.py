@@ -1,0 +1,68 @@
+"""What is called in the process of an agent's function, beside it. It imports little, see
+`workbench.support.calls.server`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workbench.data.user_functions import accepted, asks_for, finite_number
+from workbench.errors.plain_text import shown
+from workbench.support.calls import needs
+from workbench.support.calls.server import WrongValue
+
+
+class Harness:
+    """An agent's function as it is sent to its process, which imports `openai` before the first call's time runs."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function, self.__name__ = function, name
+        self._takes_client = asks_for(function, "client")
+        setattr(self, needs.NAME, self._prepare)
+
+    def _prepare(self) -> None:
+        needs.check_needs(self.function)
+        if self._takes_client:
+            import openai  # noqa: F401
+
+    def __call__(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Call the function for a row; a coroutine where it is one."""
+        function = self.function
+        given = accepted(function, {"row": dict(row), "base_url": base_url, "api_key": api_key})
+        if not self._takes_client:
+            return function(**given)
+        import openai
+
+        # the loopback speaks no TLS, whose certificates take long to read, and no proxy may see the key
+        plain: dict[str, Any] = {"verify": False, "trust_env": False}
+        to_server: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
+        if not _is_coroutine(function):
+            with openai.OpenAI(**to_server, http_client=openai.DefaultHttpxClient(**plain)) as client:
+                return function(**given, client=client)
+
+        async def with_client() -> Any:
+            async with openai.AsyncOpenAI(**to_server, http_client=openai.DefaultAsyncHttpxClient(**plain)) as client:
+                return await function(**given, client=client)
+
+        return with_client()
+
+
+def call_agent(harness: Harness, state: object, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    """Call an agent for a row."""
+    return harness(row, base_url, api_key)
+
+
+def _is_coroutine(function: Any) -> bool:
+    function = getattr(function, "func", function)  # of a partial
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def checked_outcome(value: Any, *call: object) -> tuple[float, dict[str, float]]:
+    """The reward, and its components; `WrongValue` for what is none."""
+    if not isinstance(value, Mapping):
+        return (0.0 if value is None else finite_number(value)), {}
+    if not all(isinstance(name, str) for name in value):
+        raise WrongValue(f"returned {shown(value)}")
+    components = {name: finite_number(number) for name, number in value.items()}
+    return finite_number(sum(components.values())), components

@@ -1,0 +1,132 @@
+"""A model as judge of responses: `wb.Judge`. Its engine is `workbench.workers.judge`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.data.reward_function import check_function
+from workbench.data.user_functions import Noted, short
+from workbench.errors import BadInput
+from workbench.errors.plain_text import said, shown
+from workbench.models.spec import Judging, Model
+from workbench.settings.engines import DType, Generation, Sampling
+from workbench.support.calls.needs import with_notes
+from workbench.support.calls.server import WrongValue
+from workbench.support.checked_calls import checked_call
+
+JUDGEMENT = "judgement"
+GREEDY = " (retries= do not help: a greedy judge writes the same each time; one with a temperature is asked again)"
+Parse = Callable[[str], float]
+
+
+@checked_call("wb.Judge")
+def Judge(
+    model: str | Path,
+    *,
+    rubric: str,
+    parse: Parse | None = None,
+    sampling: Sampling | None = None,
+    dtype: DType | None = None,
+    generation: Generation | None = None,
+    seed: int = 0,
+) -> Model:
+    """The role `reward` (or `cost`) as a model that reads a rubric with the response and writes a judgement.
+
+        wb.open(..., models={"actor": ..., "reward": wb.Judge("org/name", rubric="Rate from 0 to 10: {response}")})
+
+    model: any causal language model, a generative reward model among them; its tokenizer may be another than the
+        actor's. It generates on each device of the role's pool, with an engine of its own.
+    rubric: a text in which {prompt}, {response} and the names of the row's other columns of text stand for these. It
+        goes through the model's chat template, where it has one, as a user's message. Where a value of the row has the
+        text of one of the judge's special tokens, a space is put into it, so that it stays text.
+    parse: of the judgement, a text: the score, a number; it raises where there is none. Default: `stated_score`.
+    sampling: default: greedy, 256 tokens. The same text is judged alike, on whichever rank.
+    dtype, generation: as of `wb.Model`; default: those of the workbench. seed: of judgements that are sampled.
+
+    The judgement is kept in the column `rewards_notes`. A row whose judgement cannot be parsed, or is cut at
+    `max_new_tokens`, has failed, and its text is in `failure`. With `compute_reward(retries=...)` a judge that samples
+    is asked about such a row again, with another seed; a greedy one would write the same. A function of yours that has
+    a parameter `judgement` gets the text too: so a judge is a component beside others,
+    `compute_reward(batch, function={"right": right, "judge": mine})`.
+    Raises `BadInput` for a rubric without {response}.
+    """
+    if "{response}" not in rubric:
+        raise BadInput(f"rubric={short(rubric)!r}", "the judge reads the response", "put {response} where it is to be")
+    sampling = sampling or Sampling(temperature=0.0, max_new_tokens=256)
+    if sampling.environment is not None:
+        raise BadInput("sampling with an environment", "a judge answers once", "leave environment out")
+    function = Judgement(parse or stated_score, greedy=is_greedy(sampling))
+    check_function(function)
+    judging = Judging(model=str(model), rubric=rubric, sampling=sampling, seed=seed)
+    return Model(function=function, judge=judging, dtype=dtype, generation=generation)
+
+
+NUMBER = r"-?\d+(?:\.\d+)?"
+STATED = (
+    re.compile(rf"\\boxed\{{\s*({NUMBER})\s*\}}"),
+    re.compile(rf"(?i)\b(?:score|rating|grade|verdict)[\s:*=]{{0,6}}(?:(?:is|of)[\s:*]{{1,6}})?({NUMBER})"),
+    re.compile(rf"(?i)({NUMBER})\s*(?:/|out of)\s*{NUMBER}"),
+)
+
+
+def stated_score(text: str) -> float:
+    """The score that a judgement states: its last box; else the last number behind "Score", "Rating" or "Grade"; else
+    the last x of "x/10" or "x out of 10"; else its only number. Raises `BadInput` where none of these is there: a
+    judgement with several numbers does not say which one is the score."""
+    for form in STATED:
+        if found := form.findall(text):
+            return float(found[-1])
+    numbers = re.findall(NUMBER, text)
+    if len(numbers) != 1:
+        raise BadInput(
+            f"{short(text)!r} with {len(numbers)} numbers and no word on which is the score",
+            "a judgement says Score: 8, 8/10, or one number",
+            "ask for that in the rubric, or give parse=",
+        )
+    return float(numbers[0])
+
+
+@with_notes
+class Judgement:
+    """What scores a row by its judgement."""
+
+    def __init__(self, parse: Parse, greedy: bool = False) -> None:
+        self.parse, self.greedy, self.__name__ = parse, greedy, "judge"
+
+    def __call__(self, prompt: str, response: str, judgement: str, **_: Any) -> float:
+        try:
+            return Noted.of(float(self.parse(judgement)), judgement)
+        except Exception as error:
+            words = f"{type(error).__name__}: {said(error, 200)}"
+            no_score = f"found no score in the judgement {shown(judgement, 2000)} ({words:.200})"
+            raise WrongValue(no_score + GREEDY * self.greedy) from None
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the same text is always answered alike, whatever the seed."""
+    return sampling.temperature == 0 or sampling.top_k == 1
+
+
+def asked(rubric: str, row: Mapping[str, Any], special: Sequence[str] = ()) -> str:
+    """The text that the judge reads about a row. What is in braces and no name of the row stays as it is.
+
+    special: texts that the judge's tokenizer reads as special tokens, such as those that begin its turn. Where a value
+    of the row makes one, alone or with what is beside it, a space breaks it: a response cannot write the judge's turn.
+    """
+    text = ""
+    own: list[bool] = []  # of each character of the text, whether it is the rubric's
+    for i, part in enumerate(re.split(r"(\{\w+\})", rubric)):
+        filled = i % 2 and part[1:-1] in row
+        part = str(row[part[1:-1]]) if filled else part
+        text, own = text + part, own + [not filled] * len(part)
+    tokens = re.compile("|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)")
+    place = 0
+    while found := tokens.search(text, place):
+        place = found.start() + 1
+        if not all(own[found.start() : found.end()]):
+            text, own = f"{text[:place]} {text[place:]}", [*own[:place], False, *own[place:]]
+            place += 1
+    return text

@@ -1,0 +1,253 @@
+"""The ledger of prompts: how often each was drawn, and what came of its responses, in arrays of one size."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workbench.batches.scored_rows import ScoredRows
+from workbench.errors import BadInput
+
+OPEN_ITERATIONS = 4  # draws that are so many iterations old take no other scores any more
+VERSIONS = 8  # weights versions whose responses are counted apart, for each prompt
+
+# of the responses to a draw of a prompt: with the weights `version`; sums of rewards, of their squares, of tokens
+SCORES = [("version", "<i8"), ("responses", "<i8"), ("passed", "<i8"), ("tokens", "<i8"), ("total", "<f8"),
+          ("squares", "<f8")]  # fmt: skip
+SUMS = [name for name, _ in SCORES[1:]]
+DRAW = np.dtype([("uid", "<i8"), ("row", "<i8"), ("iteration", "<i8"), ("now", "<i8"), *SCORES])
+ROW = np.dtype(SCORES)
+UNSCORED, DRAWN = -1, -2  # in place of a version: nothing is known yet; the record of a draw
+
+
+@dataclass
+class Totals:
+    """What is settled, of each row of the source.
+
+    drawn: how often. iteration: of the last draw. sums, last: of all responses, and of those to the last draw that has
+    any. versions: the newest `VERSIONS` weights versions, of which responses and passes are counted apart.
+    """
+
+    drawn: np.ndarray
+    iteration: np.ndarray
+    sums: np.ndarray
+    last: np.ndarray
+    versions: np.ndarray
+    responses: np.ndarray
+    passed: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int) -> Totals:
+        sums, last = np.zeros(rows, ROW), np.zeros(rows, ROW)
+        last["version"] = UNSCORED
+        counts = (np.zeros((rows, VERSIONS), np.int64) for _ in range(2))
+        versions = np.full((rows, VERSIONS), UNSCORED, np.int64)
+        return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), sums, last, versions, *counts)
+
+    def copy(self) -> Totals:
+        return Totals(**{name: array.copy() for name, array in vars(self).items()})
+
+    def add(self, draws: np.ndarray) -> None:
+        """Count the responses to draws, in the order of these."""
+        scored = draws[draws["responses"] > 0]
+        for name in SUMS:
+            np.add.at(self.sums[name], scored["row"], scored[name])
+        _, from_end = np.unique(scored["row"][::-1], return_index=True)  # of a row drawn twice the later one stays
+        newest = scored[len(scored) - 1 - from_end]
+        for name in ROW_NAMES:
+            self.last[name][newest["row"]] = newest[name]
+        for version in sorted(set(scored["version"].tolist())):
+            self._add_version(version, scored[scored["version"] == version])
+
+    def _add_version(self, version: int, draws: np.ndarray) -> None:
+        rows, of_row = np.unique(draws["row"], return_inverse=True)
+        known = self.versions[rows] == version
+        place = np.where(known.any(1), known.argmax(1), self.versions[rows].argmin(1))  # a new one replaces the oldest
+        new = ~known.any(1)
+        for name, counts in (("responses", self.responses), ("passed", self.passed)):
+            counts[rows[new], place[new]] = 0
+            added = np.zeros(len(rows), np.int64)
+            np.add.at(added, of_row, draws[name])
+            counts[rows, place] += added
+        self.versions[rows, place] = version
+
+
+ROW_NAMES = [name for name, _ in SCORES]
+
+
+@dataclass
+class Ledger:
+    """Counts draws of prompts and the rewards of their responses; memory grows with the rows of the source, not with
+    what is drawn.
+
+    rows: how many the source has. threshold: the reward from which on a response has passed; of responses to come.
+    changes: where a journal has taken its state, what was noted since.
+    """
+
+    rows: int
+    threshold: float = 1.0
+    changes: list[bytes] | None = None
+    _totals: Totals = field(init=False)
+    _open: list[np.ndarray] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._totals = Totals.empty(self.rows)
+        self._lock = threading.RLock()  # scores come in the scheduler's thread
+
+    # --- noting -------------------------------------------------------------------------------------------------------
+
+    def note_drawn(
+        self, rows: Sequence[int] | np.ndarray, first_uid: int, iteration: int, now: int | None = None
+    ) -> None:
+        """Rows were drawn as prompts that are numbered from `first_uid` on, for an iteration. now: the iteration under
+        way, where that is to come."""
+        draws = np.zeros(len(rows), DRAW)
+        draws["uid"], draws["row"] = np.arange(first_uid, first_uid + len(rows)), rows
+        draws["iteration"], draws["version"] = iteration, DRAWN
+        draws["now"] = iteration if now is None else now
+        self._note(draws)
+
+    def note_scored(self, meta: Mapping[str, Any], parts: Sequence[ScoredRows]) -> None:
+        """Responses were given rewards. Those to prompts that were not drawn here, or long ago, do not count, nor do
+        greedy ones, which baselines take. Of a draw that is scored again the new scores count.
+
+        meta: of the batch: its `iteration`, without which it is none of a draw, and the `weights_version` and
+        `temperature` of its responses; `weights_versions`: that of each prompt, by its number, where several drew them.
+        """
+        if "iteration" not in meta or meta.get("temperature") == 0:
+            return
+        uids, rewards, tokens = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("prompt_uid", "reward", "tokens")
+        )
+        draws = np.zeros(len(np.unique(uids)), DRAW)
+        draws["uid"], of_row = np.unique(uids, return_inverse=True)
+        draws["iteration"], draws["version"] = meta["iteration"], meta.get("weights_version", 0)
+        if versions := meta.get("weights_versions"):
+            draws["version"] = [versions.get(str(uid), meta.get("weights_version", 0)) for uid in draws["uid"].tolist()]
+        for name, values in (
+            ("responses", np.ones(len(uids), np.int64)), ("passed", rewards >= self.threshold), ("tokens", tokens),
+            ("total", rewards), ("squares", rewards**2),
+        ):  # fmt: skip
+            np.add.at(draws[name], of_row, values)
+        self._note(draws)
+
+    def _note(self, draws: np.ndarray) -> None:
+        with self._lock:
+            if self.changes is not None:
+                self.changes.append(draws.tobytes())
+            self._apply(draws)
+
+    def _apply(self, draws: np.ndarray) -> None:
+        """Take draws that are all new, or scores of earlier ones."""
+        if not len(draws):
+            return
+        if draws["version"][0] != DRAWN:
+            for block in self._open:
+                of = draws[np.isin(draws["uid"], block["uid"])]
+                place = of["uid"] - block["uid"][0]
+                for name in ROW_NAMES:
+                    block[name][place] = of[name]
+            return
+        draws = draws.copy()
+        draws["version"], now = UNSCORED, int(draws["now"][0])
+        while self._open and self._open[0]["iteration"][0] <= now - OPEN_ITERATIONS:
+            self._totals.add(self._open.pop(0))
+        self._open.append(draws)
+        np.add.at(self._totals.drawn, draws["row"], 1)
+        self._totals.iteration[draws["row"]] = draws["iteration"]
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def totals(self) -> Totals:
+        """What is known now, of all draws."""
+        with self._lock:
+            totals = self._totals.copy()
+            for block in self._open:
+                totals.add(block)
+        return totals
+
+    # --- kept ---------------------------------------------------------------------------------------------------------
+
+    def copy(self) -> tuple[Totals, list[np.ndarray]]:
+        """Its content, for `put_back`."""
+        with self._lock:
+            return self._totals.copy(), [block.copy() for block in self._open]
+
+    def put_back(self, content: tuple[Totals, list[np.ndarray]] | None) -> None:
+        """Go back to what `copy` gave; None: to an empty ledger."""
+        with self._lock:
+            self._totals, self._open = content or (Totals.empty(self.rows), [])
+            self._totals, self._open = self._totals.copy(), [block.copy() for block in self._open]
+            self.changes = None
+
+    def state(self) -> bytes:
+        """Its content as a file in the form of safetensors: the rows that were drawn, and the draws that are open."""
+        from safetensors.numpy import save
+
+        with self._lock:
+            touched = np.flatnonzero(self._totals.drawn)
+            found = {"rows": np.array([self.rows]), "touched": touched}
+            for name, array in vars(self._totals).items():
+                found |= _plain(name, array[touched])
+            blocks = np.concatenate([np.zeros(0, DRAW), *self._open])
+            found["open/sizes"] = np.array([len(block) for block in self._open], np.int64)
+            return save({name: np.ascontiguousarray(a) for name, a in {**found, **_plain("open", blocks)}.items()})
+
+    def state_and_changes(self) -> bytes:
+        """`state`; from now on `changes` has what is noted."""
+        with self._lock:
+            self.changes = []
+            return self.state()
+
+    def take_changes(self) -> list[bytes]:
+        """What was noted since they were last taken."""
+        with self._lock:
+            taken, self.changes = self.changes or [], []
+            return taken
+
+    def load_state(self, state: bytes, changes: Sequence[bytes] = ()) -> None:
+        """Go on from `state`, and from what was noted since. Raises `BadInput` for what is none of this source."""
+        from safetensors.numpy import load
+
+        try:
+            totals, blocks = self._read(load(state))
+            noted = [np.frombuffer(one, DRAW) for one in changes]
+            if any(len(one) and not 0 <= one["row"].min() <= one["row"].max() < self.rows for one in [*blocks, *noted]):
+                raise ValueError("it names rows that the source does not have")
+        except Exception as error:  # that of any damage
+            raise BadInput(
+                f"the saved ledger of prompts cannot be read: {error}", f"it is of a source of {self.rows} prompts",
+                "restore from another checkpoint, or open with the source of this one",
+            ) from error  # fmt: skip
+        with self._lock:
+            self._totals, self._open = totals, blocks
+            for one in noted:
+                self._apply(one)
+            self.changes = None
+
+    def _read(self, found: Mapping[str, np.ndarray]) -> tuple[Totals, list[np.ndarray]]:
+        if found["rows"].tolist() != [self.rows]:
+            raise ValueError(f"it has {found['rows'].tolist()} rows")
+        totals, touched = Totals.empty(self.rows), found["touched"]
+        for name, array in vars(totals).items():
+            _fill(array, touched, name, found)
+        sizes = found["open/sizes"].tolist()
+        blocks = np.zeros(sum(sizes), DRAW)
+        _fill(blocks, np.arange(len(blocks)), "open", found)
+        return totals, [block.copy() for block in np.split(blocks, np.cumsum(sizes)[:-1])] if sizes else []
+
+
+def _plain(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """An array of records as an array a field."""
+    names = array.dtype.names
+    return {name: array} if names is None else {f"{name}/{one}": array[one] for one in names}
+
+
+def _fill(array: np.ndarray, rows: np.ndarray, name: str, found: Mapping[str, np.ndarray]) -> None:
+    for one in array.dtype.names or [""]:
+        part = array[one] if one else array
+        part[rows] = found[f"{name}/{one}" if one else name]

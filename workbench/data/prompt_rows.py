@@ -1,0 +1,235 @@
+"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from workbench.batches.schema import SCHEMA
+from workbench.data.chat_messages import FORM, chat_messages
+from workbench.data.readers import READERS
+from workbench.data.rows import BadRows, Row, Skipped
+from workbench.data.sources import Source
+from workbench.data.user_functions import short
+from workbench.display.html import table
+from workbench.display.tokens import WrittenTokens
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.models import render_prompt
+from workbench.models.chat_format import ChatFormat, check_chat
+from workbench.models.written_tokens import written_tokens
+from workbench.support.validation import checked, one_of, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_COLUMNS = ("prompt", "question", "messages")
+# names of arguments of reward functions and environments that do not come from extra columns
+_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
+
+Conversation = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt.
+
+    index: the row's place in the source, from 0; dropped rows count.
+    prompt: the text, or the last user message of a conversation; what a reward function receives as `prompt`.
+    prompt_ids: token ids up to where the response begins, chat template included.
+    extra: the row's other columns, such as the answer; what a reward function receives by name.
+    messages: of a row whose prompt is messages.
+    """
+
+    index: int
+    prompt: str
+    prompt_ids: list[int]
+    extra: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
+
+
+class PromptReader:
+    """Makes prompts of rows; its options are those of `Prompts`.
+
+    dropped, cut: how many rows were too long. skipped: those that are no prompts. read_as: see `Rows`.
+    """
+
+    def __init__(
+        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool, max_prompt_tokens: int,
+        overlong: Literal["filter", "cut", "error"], chat: bool | ChatFormat | None, bad_rows: BadRows,
+    ) -> None:  # fmt: skip
+        one_of("overlong", overlong, ("filter", "cut", "error"))
+        whole("max_prompt_tokens", max_prompt_tokens, 1)
+        whole("seed", seed, 0)
+        checked("shuffle", shuffle, bool)
+        check_chat(chat, tokenizer)
+        self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
+        self.dropped = self.cut = 0
+        self._name = _name(source)
+        self.skipped, self.read_as = Skipped(bad_rows), ""
+        self._tokenizer, self._chat = tokenizer, chat
+
+    def prompt(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
+        """The prompt of a row; None where it is dropped, or skipped. index, place: where it stands in the source."""
+        try:
+            return self._fit(index, row, column, place)
+        except BadInput as error:
+            self.skipped.add(error)
+            return None
+
+    def none_left(self, seen: str) -> BadInput:
+        """The error for a source none of whose rows is a prompt that is short enough. seen: how many there were."""
+        first = f"; {self.skipped[0]}" if self.skipped else ""
+        only = f"only prompts over {self.max_prompt_tokens} tokens ({seen})" if self.dropped else "no prompts"
+        remedy = "raise max_prompt_tokens" if self.dropped else "correct the rows"
+        return BadInput(f"{self._name} holds {only}{first}", "at least one prompt must be left", remedy)
+
+    def counts(self) -> list[str]:
+        """How many rows were cut, dropped and skipped."""
+        counts = [f"{self.cut} over {self.max_prompt_tokens} tokens cut"] if self.cut else []
+        counts += [f"{self.dropped} over {self.max_prompt_tokens} tokens dropped"] if self.dropped else []
+        counts = counts or [f"none over {self.max_prompt_tokens} tokens"]
+        return counts + [f"{self.skipped.total} bad skipped"] * bool(self.skipped)
+
+    def told(self, many: str, place: str) -> str:
+        """The repr of prompts. many: how many there are; place: where they stand."""
+        many += f", {self.dropped} too long" if self.dropped else ""
+        many += f", {self.skipped.total} bad skipped" if self.skipped else ""
+        read = f", read as {self.read_as.partition(':')[0]}" if self.read_as else ""
+        return f"Prompts({reprlib.repr(self._name)[1:-1]}, {many}, {place}{read})"
+
+    def pictured(self, following: Sequence[PromptRow], summary: str) -> str:
+        """The summary and the next rows, as html."""
+        rows = [
+            {"index": row.index, "prompt": short(row.prompt, 200), "tokens": len(row.prompt_ids),
+             "other columns": ", ".join(f"{key}={short(str(value), 40)}" for key, value in row.extra.items())}
+            for row in following
+        ]  # fmt: skip
+        caption = f"Prompts {self._name}: {summary}" + (f"; read as {self.read_as}" if self.read_as else "")
+        bad = table([{"skipped": reason} for reason in self.skipped], max_rows=5) if self.skipped else ""
+        return table(rows, caption=caption) + bad
+
+    def _fit(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
+        """The row with its token ids, cut where asked for; None where it is dropped."""
+        if column not in row:
+            raise BadInput(
+                f"{place} has no column {column!r}", "every row carries a prompt", "drop the row or complete it"
+            )
+        conversation = self._whole(f"column {column!r} of {place}", row[column])
+        extra = {key: value for key, value in row.items() if key != column}
+        if taken := [key for key in _RESERVED if key in extra]:
+            raise BadInput(
+                f"{place} has a column {taken[0]!r} beside its prompt column {column!r}",
+                "reward functions and environments receive something else by this name",
+                "rename or drop the column before",
+            )
+        if taken := [key for key in extra if key in SCHEMA]:
+            raise BadInput(
+                f"{place} has a column {taken[0]!r}",
+                "stages make a column of that name, and would take the data set's for it",
+                f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
+            )
+        ids = self.render(conversation)
+        if len(ids) <= self.max_prompt_tokens:
+            return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
+        if self.overlong == "error":
+            raise BadInput(
+                f"the prompt of {place} has {len(ids)} tokens",
+                f"max_prompt_tokens is {self.max_prompt_tokens}",
+                "raise it, or give overlong='filter' or overlong='cut'",
+            )
+        shorter = self._shortened(conversation) if self.overlong == "cut" else None
+        if shorter is None:
+            self.dropped += 1
+            return None
+        self.cut += 1
+        return PromptRow(index, _text(shorter), self.render(shorter), extra, _messages(shorter))
+
+    def render(self, conversation: Conversation, called: str = "the prompt") -> list[int]:
+        """Token ids of a text or of messages, through the chat template as the other prompts. called: its name in the
+        `BadInput` for what is no prompt."""
+        return render_prompt(self._tokenizer, self._whole(called, conversation), chat=self._chat)
+
+    def show(self, conversation: Conversation, called: str = "the prompt") -> WrittenTokens:
+        """The tokens of a text or of messages, as `render` makes them, with who wrote each."""
+        ids = self.render(conversation, called)
+        chat = self._chat if isinstance(self._chat, ChatFormat) else None
+        return written_tokens(self._tokenizer, self._whole(called, conversation), ids, called, chat)
+
+    def _whole(self, where: str, value: Any) -> Conversation:
+        """A prompt, checked, with the system prompt that the chat adds, which environments begin with too."""
+        found = _conversation(where, value)
+        if isinstance(self._chat, ChatFormat) and self._chat.system is not None:
+            return self._chat.messages(found)
+        return found
+
+    def _shortened(self, conversation: Conversation) -> Conversation | None:
+        """The longest end of the text that fits, found by bisection over its characters; None if nothing fits."""
+        text = _text(conversation)
+        too_long, fits = 0, len(text)  # text[too_long:] does not fit, text[fits:] does (or is empty)
+        while fits - too_long > 1:
+            start = (too_long + fits) // 2
+            if len(self.render(_with_text(conversation, text[start:]))) <= self.max_prompt_tokens:
+                fits = start
+            else:
+                too_long = start
+        return _with_text(conversation, text[fits:]) if fits < len(text) else None
+
+
+def _name(source: Source) -> str:
+    if isinstance(source, str) and not source.endswith(tuple(READERS)):
+        return repr(source)
+    return repr(Path(source).name) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+
+
+def prompt_column_of(row: Row, asked: str | None) -> str:
+    for name in (asked,) if asked else PROMPT_COLUMNS:
+        if name in row:
+            return name
+    likely = next((name for name, value in row.items() if isinstance(value, str | list)), "...")
+    raise BadInput(
+        f"no column {asked!r}" if asked else f"no column named {', '.join(map(repr, PROMPT_COLUMNS))}",
+        f"the source has the columns {', '.join(map(repr, row)) or 'of an empty row'}",
+        f'name the one that holds the prompt: prompts={{"source": ..., "prompt_column": "{likely}"}}',
+    )
+
+
+def _conversation(where: str, value: Any) -> Conversation:
+    """A prompt, checked: a text, or messages with a user's among them and no assistant's at the end."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadInput(f"{where} is empty", "a prompt holds text", "drop the row")
+        return value
+    rule = f"a prompt is a text, or {FORM}"
+    messages = chat_messages(value) if isinstance(value, list) else None
+    if messages is None:
+        raise BadInput(f"{where} is {shown(value, 60)}", rule, "convert the column before")
+    if not any(m["role"] == "user" and m["content"].strip() for m in messages):
+        raise BadInput(f"{where} has no user message with text", rule, "drop the row")
+    if messages[-1]["role"] == "assistant":
+        raise BadInput(
+            f"{where} ends with the assistant's message", "the response comes next", "drop that last message"
+        )
+    return messages
+
+
+def _messages(conversation: Conversation) -> list[dict[str, Any]] | None:
+    return None if isinstance(conversation, str) else conversation
+
+
+def _last_user(messages: list[dict[str, Any]]) -> int:
+    return max(i for i, message in enumerate(messages) if message["role"] == "user")
+
+
+def _text(conversation: Conversation) -> str:
+    return conversation if isinstance(conversation, str) else str(conversation[_last_user(conversation)]["content"])
+
+
+def _with_text(conversation: Conversation, text: str) -> Conversation:
+    if isinstance(conversation, str):
+        return text
+    place = _last_user(conversation)
+    return [*conversation[:place], {**conversation[place], "content": text}, *conversation[place + 1 :]]

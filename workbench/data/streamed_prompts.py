@@ -1,0 +1,222 @@
+"""Prompts of a source that is larger than memory: rows are read and rendered when they are drawn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from workbench.data.blocks import Blocks, Placed, blocks_of
+from workbench.data.conventions import convention_of
+from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
+from workbench.data.rows import BadRows, Row, Skipped
+from workbench.data.sources import Source, check_readable, row_of
+from workbench.errors import BadInput
+from workbench.support.validation import whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from workbench.models.chat_format import ChatFormat
+
+WINDOW = 8192  # rows that are shuffled among each other
+
+
+class _Noted(Skipped):
+    """Passes bad rows on from when `counts` is set: those before are counted already."""
+
+    def __init__(self, skipped: Skipped, counts: bool) -> None:
+        super().__init__("skip")
+        self._skipped, self.counts = skipped, counts
+
+    def add(self, error: BadInput) -> None:
+        if self.counts:
+            self._skipped.add(error)
+
+
+Position = tuple[int, int, int]  # epoch, blocks that are done in it, rows that were read of the next one
+
+
+class StreamedPrompts(PromptReader):
+    """An endless, resumable supply of prompts, of which only a window of rows is in memory.
+
+    source: see `blocks_of`. shuffle: each epoch has the blocks of the source (row groups of a parquet file, 4 MiB of a
+    .jsonl file) in an order of its own, drawn from (seed, epoch), and in a block the rows of each window of 8,192
+    among each other; a source of one block, such as a .csv file, is shuffled within windows alone. Other options: as
+    of `Prompts`; columns are those of the first row. `dropped`, `cut` and `skipped` are of the rows that were read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_column: str | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_prompt_tokens: int = 512,
+        overlong: Literal["filter", "cut", "error"] = "filter",
+        chat: bool | ChatFormat | None = None,
+        bad_rows: BadRows = "error",
+    ) -> None:
+        options: dict[str, Any] = {"chat": chat, "bad_rows": bad_rows, "overlong": overlong}
+        super().__init__(
+            source, tokenizer=tokenizer, seed=seed, shuffle=shuffle, max_prompt_tokens=max_prompt_tokens, **options
+        )
+        self.seed, self.shuffle = seed, shuffle
+        self.position = 0
+        self._blocks: Blocks = blocks_of(source)
+        self._kind: Any = None  # the first item that can be read
+        self._first = self._first_row()
+        self._convention = convention_of(self._first) if prompt_column is None else None
+        self.read_as = self._convention.name if self._convention else ""
+        self._column = prompt_column_of(self._in_our_columns(self._first), prompt_column)
+        self._place: Position = (0, 0, 0)
+        self._stream = self._placed()
+
+    def next(self, n: int) -> list[PromptRow]:
+        """The next `n` prompts. Where an epoch ends, the next one begins."""
+        return self._taken(n, one_epoch=False)
+
+    def next_of_epoch(self, n: int) -> list[PromptRow]:
+        """The next `n` prompts; fewer where the epoch ends before."""
+        return self._taken(n, one_epoch=True)
+
+    def _taken(self, n: int, *, one_epoch: bool) -> list[PromptRow]:
+        whole("n", n, 1)
+        before = self.state_dict()
+        try:
+            found = self._draw(n, one_epoch)
+        except BaseException:  # none is drawn
+            self.load_state_dict(before)
+            raise
+        self.position += len(found)
+        return found
+
+    def _draw(self, n: int, one_epoch: bool) -> list[PromptRow]:
+        """n prompts. one_epoch: no more where the epoch ends."""
+        found: list[PromptRow] = []
+        began, rows = self._place[0], 0
+        while len(found) < n:
+            self._place, placed = next(self._stream)
+            if placed is not None:
+                rows += 1
+                prompt = self._prompt_of(placed)
+                found += [prompt] if prompt is not None else []
+            if one_epoch and found and self._place[0] > began:
+                return found
+            if not found and self._place[0] > began + 1:  # a whole epoch without a prompt
+                raise self.none_left(f"{rows} rows were read")
+        return found
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row, from 0."""
+        return self._place[0]
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """The columns of the first row other than the prompt."""
+        return tuple(name for name in self._in_our_columns(self._first) if name != self._column)
+
+    @property
+    def summary(self) -> str:
+        """One line on what came of the source so far."""
+        rows = f"{self._blocks.rows:,} rows" if self._blocks.rows is not None else "rows that are not counted"
+        return ", ".join([f"a stream of {rows}, {self.position} prompts drawn", *self.counts()])
+
+    def __repr__(self) -> str:
+        return self.told("streamed", f"epoch {self.epoch}, {self.position} drawn")
+
+    def _repr_html_(self) -> str:
+        """The summary and the next three rows, which stay where they are."""
+        state = self.state_dict()
+        try:
+            following = self.next(3)
+        except BadInput:  # which drawing them tells
+            following = []
+        self.load_state_dict(state)
+        return self.pictured(following, f"{self.summary}; epoch {self.epoch}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain values (JSON will do)."""
+        counts = {"dropped": self.dropped, "cut": self.cut, "skipped": self.skipped.total}
+        return {"position": self.position, "place": list(self._place), "counts": counts, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state` was taken. Raises `BadInput` if the source is another, or in another order."""
+        differ = [key for key, value in self._identity().items() if state.get(key) != value]
+        if differ:
+            raise BadInput(
+                f"the saved prompts differ in {', '.join(differ)}",
+                "a stream is resumed with the same source, seed, shuffle and columns",
+                "open it with the source and settings of the saved one, or start anew without loading",
+            )
+        epoch, block, row = state["place"]
+        self._place, self.position = (epoch, block, row), state["position"]
+        self.dropped, self.cut, self.skipped.total = (state["counts"][name] for name in ("dropped", "cut", "skipped"))
+        del self.skipped[self.skipped.total :]
+        self._stream = self._placed()
+
+    def _identity(self) -> dict[str, Any]:
+        """What the order of the prompts depends on."""
+        return {"seed": self.seed, "shuffle": self.shuffle, "column": self._column, "source": self._blocks.identity}
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _first_row(self) -> Row:
+        """The first that can be read, which says what the columns are."""
+        bad = Skipped("skip")  # they are told when they are drawn
+        for block in range(len(self._blocks)):
+            for placed in self._blocks.read(block, bad):
+                if isinstance(placed.row, (dict, str)):
+                    self._kind = placed.row
+                    return row_of(placed.row, placed.place, placed.row)
+        raise BadInput(f"{self._name} holds no rows", "a source has at least one row", "give another source")
+
+    def _in_our_columns(self, row: Row) -> Row:
+        return self._convention.of(row) if self._convention else row
+
+    def _prompt_of(self, placed: Placed) -> PromptRow | None:
+        try:
+            row = row_of(placed.row, placed.place, self._kind)
+            check_readable(row, placed.place)
+        except BadInput as error:
+            self.skipped.add(error)
+            return None
+        return self.prompt(placed.number, self._in_our_columns(row), self._column, placed.place)
+
+    def _placed(self) -> Iterator[tuple[Position, Placed | None]]:
+        """The rows from where the stream stands, each with the place behind it; None at the end of a block."""
+        epoch, done, row = self._place
+        while True:
+            order = np.arange(len(self._blocks))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(len(order))
+            for place in range(done, len(order)):
+                for placed in self._rows(epoch, int(order[place]), row):
+                    row += 1
+                    yield (epoch, place, row), placed
+                row = 0
+                yield (epoch, place + 1, 0), None
+            epoch, done = epoch + 1, 0
+            yield (epoch, 0, 0), None
+
+    def _rows(self, epoch: int, block: int, start: int) -> Iterator[Placed]:
+        """The rows of a block from `start` on, in the order of this epoch."""
+        first, behind = divmod(start, WINDOW)
+        noted = _Noted(self.skipped, counts=not start)  # the bad ones of a window are counted as it is begun
+        rows = self._blocks.read(block, noted)
+        next(itertools.islice(rows, first * WINDOW, first * WINDOW), None)
+        for window in itertools.count(first):
+            noted.counts = noted.counts or not behind
+            if not (found := list(itertools.islice(rows, WINDOW))):
+                return
+            order = range(len(found))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch, block, window]).permutation(len(found)).tolist()
+            for number in order[behind:]:
+                yield found[number]
+            behind = 0

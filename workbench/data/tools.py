@@ -1,0 +1,351 @@
+"""`wb.Tools`: functions that the model may call, as an environment.
+
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        '''
+        return a + b
+
+    lab.actor.generate_sequences(batch, environment=wb.Tools([add]), max_turns=4)
+
+The prompt shows the model the tools' JSON schemas. A turn with calls is answered by one message a call; a turn without
+calls is the answer, and ends the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+from workbench.data.user_functions import short
+from workbench.errors import BadInput
+from workbench.errors.plain_text import plain_text
+from workbench.models.tokenizers import is_text
+from workbench.support.calls.needs import check_needs
+from workbench.support.checked_calls import checked_call
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from workbench.models.turn_messages import Message
+
+OnError = Literal["message", "fail"]
+PLACE = "{tools}"  # of the schemas in a system message
+
+
+class ToolFailed(RuntimeError):
+    """A tool raised, took too long, or returned what it must not."""
+
+
+class _WrongCall(ValueError):
+    """A call of the model that cannot be made."""
+
+
+class _Late(Exception):
+    """A tool is past its time."""
+
+
+class _Stopped(BaseException):
+    """Raised in a thread whose tool is past its time: no `except Exception` of the tool catches it."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    schema: JSON schema as chat templates take it. function: called with the arguments by name; it may be async. types:
+    of its arguments, by which they are checked and converted; None: they are passed on as they are, for a function that
+    checks them itself. prepare: awaited before each call, and no part of the call's time: it starts what is missing.
+    """
+
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+    types: Mapping[str, Any] | None = None
+    prepare: Callable[[], Awaitable[Any]] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any] | Tool) -> Tool:
+        """A tool of a function with types and a docstring. Raises `BadInput` for one without."""
+        if isinstance(function, Tool):
+            return function
+        from workbench.models.tool_schemas import schema_of
+
+        if not callable(function):
+            raise BadInput(f"a tool {function!r:.60}", "must be a function", "give functions: wb.Tools([add])")
+        schema = schema_of(function)
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise BadInput(
+                    f"a tool {schema['function']['name']!r} with {parameter}",
+                    "a model gives arguments by name",
+                    "write each argument by its name",
+                )
+        hints = get_type_hints(function, include_extras=True)
+        tool = cls(schema, function, {parameter.name: hints[parameter.name] for parameter in parameters})
+        try:
+            tool._checks()
+        except Exception as error:  # pydantic raises many kinds
+            raise BadInput(
+                f"a tool {tool.name!r}", f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
+                "use types that JSON has",
+            ) from error  # fmt: skip
+        return tool
+
+    @property
+    def name(self) -> str:
+        return str(self.schema["function"]["name"])
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, in the types of the function. Raises `_WrongCall`, which says what is wrong."""
+        if self.types is None:
+            return dict(given)
+        from pydantic import ValidationError
+
+        try:
+            values = self._model.model_validate(dict(given))
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise _WrongCall(f"wrong arguments of {self.name}: {'; '.join(wrong)}") from None
+        fields = type(values).model_fields
+        return {str(fields[name].alias): getattr(values, name) for name in values.model_fields_set}
+
+    @functools.cached_property
+    def _model(self) -> type[BaseModel]:
+        return self._checks()
+
+    def _checks(self) -> type[BaseModel]:
+        """A pydantic model of the arguments. Its fields have numbers: arguments may have any name."""
+        from pydantic import ConfigDict, Field, create_model
+
+        assert self.types is not None
+        parameters = inspect.signature(self.function).parameters
+        fields: dict[str, Any] = {
+            f"argument{n}": (
+                Annotated[kind, Field(alias=name)],
+                ... if parameters[name].default is inspect.Parameter.empty else parameters[name].default,
+            )
+            for n, (name, kind) in enumerate(self.types.items())
+        }
+        return create_model("Arguments", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
+
+
+class Tools:
+    """An environment that makes the model's tool calls, see this file's head.
+
+    tools: functions with types and docstrings, `async` or not, such as those of `wb.toolbox`. They run in the process
+        of the environment, see `wb.limits`.
+    system: a text for the system message, before the row's own. Where it has "{tools}" in it, the schemas stand there,
+        and the chat template shows them nowhere else.
+    tool_format: in which the model writes calls, see `workbench.models.turn_messages`; None: as its tokenizer says.
+    timeout_s: for a call. Tools of one turn run at the same time. A tool that computes outside Python, with Python's
+        lock held, cannot be stopped; `call_timeout_s` of the rollout then fails the row.
+    max_characters: of a result; the rest is cut off.
+    on_error: what becomes of a tool that raises, takes too long, floods, or returns what is not JSON. "message": the
+        model is told. "fail": its row fails. Calls that the model gets wrong (no JSON, an unknown name, arguments that
+        do not fit) are always told to the model.
+
+    Rewards of turns are 0: score the conversation with `compute_reward`. Raises `BadInput` for functions without types
+    or descriptions, and for two of one name.
+    """
+
+    @checked_call("wb.Tools")
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool],
+        *,
+        system: str | None = None,
+        tool_format: str | Mapping[str, Any] | None = None,
+        timeout_s: float = 10.0,
+        max_characters: int = 4000,
+        on_error: OnError = "message",
+    ) -> None:
+        from workbench.models.turn_messages import FORMATS, check_template
+        from workbench.support.validation import at_least, one_of, whole
+
+        if not tools:
+            raise BadInput("tools=[]", "must be a list of functions", "write wb.Tools([add])")
+        at_least("timeout_s", timeout_s, 0, strictly=True)
+        whole("max_characters", max_characters, 1)
+        if isinstance(tool_format, Mapping):
+            check_template(tool_format)
+        elif tool_format is not None:
+            one_of("tool_format", tool_format, tuple(FORMATS))
+        made = [Tool.of(tool) for tool in tools]
+        self.by_name = {tool.name: tool for tool in made}
+        if len(self.by_name) < len(made):
+            names = [tool.name for tool in made]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadInput(f"two tools {twice!r}", "the model calls them by name", "rename one of them")
+        self.system, self.tool_format, self.timeout_s = system, tool_format, timeout_s
+        self.max_characters, self.on_error = max_characters, on_error
+
+    @property
+    def tools(self) -> list[Mapping[str, Any]]:
+        """The tools' JSON schemas."""
+        return [tool.schema for tool in self.by_name.values()]
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the prompt shows them without the chat template."""
+        return self.system is not None and PLACE in self.system
+
+    @functools.cached_property
+    def system_message(self) -> str:
+        shown = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tools)
+        return (self.system or "").replace(PLACE, shown)
+
+    def __workbench_needs__(self) -> None:
+        """Raise where one of the tools cannot work, see `workbench.support.calls.needs`."""
+        for tool in self.by_name.values():
+            check_needs(tool.function)
+
+    def __call__(self) -> ToolConversation:
+        return ToolConversation(self)
+
+    def __repr__(self) -> str:
+        return f"Tools({', '.join(self.by_name)})"
+
+
+class ToolConversation:
+    """The environment of one sample."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def reset(self, prompt: str, messages: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        first = list(messages or [{"role": "user", "content": prompt}])
+        if not (system := self._tools.system_message):
+            return first
+        if first[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *first]
+        return [{**first[0], "content": f"{system}\n\n{first[0]['content']}"}, *first[1:]]
+
+    async def step(self, message: Message) -> tuple[list[dict[str, Any]] | None, float, bool]:
+        calls, invalid = message.get("tool_calls", []), message.get("invalid_tool_calls", [])
+        if not calls and not invalid:
+            return None, 0.0, True
+        results = await asyncio.gather(*(self._answer(call["function"]) for call in calls))
+        answers = [
+            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        return [*answers, *({"role": "tool", "content": f"Error: {one['error']}"} for one in invalid)], 0.0, False
+
+    async def _answer(self, call: Mapping[str, Any]) -> str:
+        """What the model is told of a call."""
+        tool = self._tools.by_name.get(call["name"])
+        if tool is None:
+            return f"Error: there is no tool {call['name']!r:.60}; there are {', '.join(self._tools.by_name)}"
+        try:
+            arguments = tool.arguments(call["arguments"])
+        except _WrongCall as wrong:
+            return f"Error: {short(str(wrong), self._tools.max_characters)}"
+        try:
+            text = as_text(tool.name, await self._result(tool, arguments))
+            if len(text) > self._tools.max_characters and self._tools.on_error == "fail":
+                raise ToolFailed(f"{tool.name} returned {len(text)} characters, over {self._tools.max_characters}")
+        except ToolFailed as failure:
+            if self._tools.on_error == "fail":
+                raise
+            return f"Error: {short(str(failure), self._tools.max_characters)}"
+        most = self._tools.max_characters
+        return text if len(text) <= most else f"{text[:most]}\n(cut: these are {most} of {len(text)} characters)"
+
+    async def _result(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        seconds = self._tools.timeout_s
+        try:
+            if tool.prepare is not None:
+                await tool.prepare()
+            if inspect.iscoroutinefunction(tool.function):
+                return await _within(seconds, asyncio.ensure_future(tool.function(**arguments)))
+            return await _in_thread(functools.partial(tool.function, **arguments), seconds)
+        except _Late:
+            raise ToolFailed(f"{tool.name} took more than {seconds:g} s") from None
+        except Exception as error:
+            raise ToolFailed(f"{tool.name} raised {type(error).__name__}: {plain_text(str(error))}") from error
+
+
+def as_text(name: str, result: Any) -> str:
+    """The result of a tool for the model: a text as it is, other values as JSON. Raises `ToolFailed` for what is
+    neither."""
+    try:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolFailed(
+            f"{name} returned {type(result).__name__}, which is not JSON: {plain_text(str(error))}"
+        ) from error
+    if not is_text(text):
+        raise ToolFailed(f"{name} returned a text with half a character")
+    return text
+
+
+async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
+    """The result of a future, which is cancelled after so many seconds. Raises `_Late` then."""
+    try:
+        if not (await asyncio.wait({future}, timeout=seconds))[0]:
+            raise _Late
+        return future.result()
+    finally:
+        future.cancel()
+
+
+async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
+    """What a call gives that is made in a thread of its own. Raises `_Late` after so many seconds; the call is then
+    ended as soon as it comes back to Python."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    ending, ended = threading.Lock(), False
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if not future.done():
+            future.set_result(value) if error is None else future.set_exception(error)
+
+    def run() -> None:
+        nonlocal ended
+        try:
+            outcome = _outcome(call)
+            with ending:
+                ended = True
+            for _ in range(1000):  # what was raised here before and has not come is raised at a jump backwards
+                pass
+        except _Stopped:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    thread = threading.Thread(target=run, daemon=True, name="tool")
+    thread.start()
+    try:
+        return await _within(seconds, future)
+    finally:
+        with ending:
+            if not ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped)
+                )
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a call gives, or raises, as a future takes it."""
+    try:
+        return call(), None
+    except _Stopped:
+        raise
+    except StopIteration as problem:
+        return None, RuntimeError(f"StopIteration: {problem}")
+    except Exception as problem:
+        return None, problem
+    except BaseException as problem:  # SystemExit is for a process, not for a tool
+        return None, RuntimeError(f"{type(problem).__name__}: {problem}")

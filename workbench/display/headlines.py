@@ -1,0 +1,51 @@
+"""The metrics that one looks at first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+# By label, in this order: the metrics that say it, the best first. "*" is the first stage that has one.
+HEADLINES: Mapping[str, tuple[str, ...]] = {
+    "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean"),
+    "cost": ("compute_cost/costs/mean",),
+    "KL": ("compute_advantages/reference_kl", "update_actor/reference_kl", "update_actor/approximate_kl"),
+    "accuracy": (
+        "update_reward/accuracy",
+        "update_cost/accuracy",
+        "update_dpo/accuracy",
+        "update_ipo/accuracy",
+        "update_orpo/accuracy",
+    ),
+    "loss": ("update_actor/loss", "*/loss"),
+    "gradient norm": ("update_actor/grad_norm", "*/grad_norm"),
+    "clip fraction": ("update_actor/clip_fraction",),
+    "response tokens": ("generate_sequences/response_tokens/mean",),
+}
+ON_A_LINE = ("reward", "cost", "KL", "accuracy")
+OTHERWISE = "loss"  # where there is none of these
+
+
+def looked_at(names: Iterable[str]) -> dict[str, str]:
+    """Of these metrics, as "stage/metric", the one for each label that has one."""
+    there = list(names)
+    found = {}
+    for label, wanted in HEADLINES.items():
+        for name in wanted:
+            stage, _, metric = name.partition("/")
+            match = [one for one in there if one == name or (stage == "*" and one.partition("/")[2] == metric)]
+            if match:
+                found[label] = match[0]
+                break
+    return found
+
+
+def interval_of(name: str) -> str:
+    """The metric that is half the width of a mean's interval."""
+    return f"{name.removesuffix('/mean')}/interval95"
+
+
+def headlines(metrics: Mapping[str, float]) -> str:
+    """The few metrics that a line has room for."""
+    found = looked_at(metrics)
+    shown = [label for label in ON_A_LINE if label in found] or [label for label in (OTHERWISE,) if label in found]
+    return "  ".join(f"{label} {metrics[found[label]]:.4g}" for label in shown)

@@ -1,0 +1,110 @@
+"""What a loop returns: a frame with a row an iteration, which a notebook shows with what one looks at first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from workbench.display.headlines import interval_of, looked_at
+from workbench.display.html import Markup, seconds_text, table
+from workbench.display.images import as_images
+from workbench.display.sparkline import sparkline
+
+MOST_ROWS = 20
+
+
+class Results(pd.DataFrame):
+    """Metrics of iterations as "stage/metric", those that one looks at in front; what is made from it, such as a part
+    of it, is a plain frame.
+
+    attrs: "algorithm", its name; "seconds", how long each iteration took: no column, so that frames of two runs with
+    equal metrics are equal.
+    """
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]], *, algorithm: str, seconds: Sequence[float]) -> Results:
+        """rows: the metrics of each iteration, with its number as "iteration"."""
+        frame = pd.DataFrame(rows, columns=None if rows else ["iteration"]).set_index("iteration")
+        first = []
+        for name in looked_at(frame.columns).values():
+            first += [one for one in (name, interval_of(name)) if one in frame.columns]
+        made = cls(frame[[*first, *(name for name in frame.columns if name not in first)]])
+        made.attrs = {"algorithm": algorithm, "seconds": list(seconds)}
+        return made
+
+    @property
+    def _constructor(self) -> Any:
+        return pd.DataFrame
+
+    def __repr__(self) -> str:
+        found, seconds = looked_at(self.columns), self.attrs.get("seconds", [])
+        columns = {label: self._numbers(name) for label, name in found.items()}
+        columns |= {"seconds": list(seconds)} if seconds and len(seconds) == len(self) else {}
+        if not columns or not len(self):
+            return super().__repr__()
+        first = max(0, len(self) - MOST_ROWS)
+        cells = {label: [self._cell(label, n, columns) for n in range(first, len(self))] for label in columns}
+        with pd.option_context("display.width", 1000):
+            shown = pd.DataFrame(cells, index=self.index[first:]).to_string()
+        earlier = f"{first:,} earlier iterations are in the frame\n" if first else ""
+        others = len(self.columns) - len(found)
+        rest = f"{others} other columns as 'stage/metric': .columns has their names, .to_string() prints all"
+        return f"{earlier}{shown}\n{rest}"
+
+    def _cell(self, label: str, row: int, columns: Mapping[str, Sequence[float]]) -> str:
+        value, width = columns[label][row], self._width(label, row)
+        return f"{value:.4g}" + (f" ± {width:.2g}" if width == width else "")
+
+    def _width(self, label: str, row: int) -> float:
+        """Half the width of its interval; NaN without one."""
+        half = interval_of(looked_at(self.columns).get(label, ""))
+        return self._numbers(half)[row] if half in self.columns else float("nan")
+
+    def _repr_html_(self) -> str:
+        found = looked_at(self.columns)
+        seconds = self.attrs.get("seconds", [])
+        seconds = seconds if len(seconds) == len(self) else []
+        columns = {label: self._numbers(name) for label, name in found.items()}
+        columns |= {"seconds": list(seconds)} if seconds else {}
+        lines = {label: sparkline(values, label) for label, values in columns.items()} if len(self) > 1 else {}
+        rows = [
+            {
+                str(self.index.name or ""): str(self.index[n]),
+                **{label: self._text(label, n, columns) for label in columns},
+            }
+            for n in range(max(0, len(self) - MOST_ROWS), len(self))
+        ]
+        took = f" in {seconds_text(sum(seconds))}" if seconds else ""
+        caption = f"{self.attrs.get('algorithm', 'Metrics')}: {len(self)} iteration{'s' * (len(self) != 1)}{took}"
+        earlier = len(self) - len(rows)
+        note = f'<div style="font-size:12px;opacity:.7">{earlier:,} earlier iterations are in the frame</div>'
+        shown = table(
+            [lines, *rows] if lines else rows, columns=[str(self.index.name or ""), *columns], caption=caption
+        )
+        # as images: GitHub, and JupyterLab with an untrusted notebook, drop svg
+        return as_images(shown + note * bool(earlier) + self._others(set(found.values())))
+
+    def _text(self, label: str, row: int, columns: Mapping[str, Sequence[float]]) -> Any:
+        value, width = columns[label][row], self._width(label, row)
+        return Markup(f"{value:.4g} &#177; {width:.2g}") if width == width else value
+
+    def _numbers(self, name: str) -> list[float]:
+        return pd.to_numeric(self[name], errors="coerce").astype(float).tolist()
+
+    def _others(self, shown: set[str]) -> str:
+        """A row for each other metric, behind a fold."""
+        rows = []
+        for name in self.columns:
+            if name in shown:
+                continue
+            values = self._numbers(name)
+            finite = [value for value in values if value == value]
+            ends = {"first": finite[0], "last": finite[-1], "least": min(finite), "most": max(finite)} if finite else {}
+            rows.append({"metric": str(name), "": sparkline(values, str(name)), **ends})
+        if not rows:
+            return ""
+        listed = table(rows, columns=["metric", "", "first", "last", "least", "most"], max_rows=len(rows))
+        summary = f"{len(rows)} other columns of the frame"
+        return f'<details style="font-size:13px"><summary>{summary}</summary>{listed}</details>'

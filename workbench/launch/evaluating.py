@@ -1,0 +1,66 @@
+"""`wb evaluate`: a checkpoint on data that it was not trained on, from the command line."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from workbench.checks.evaluation_frame import Evaluation
+from workbench.data import verifiers
+from workbench.errors import BadInput
+from workbench.launch.opening import restore
+from workbench.session.checkpoint import find_checkpoint
+from workbench.settings.engines import Sampling
+from workbench.support.named_fields import meant
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+TRAINED_ON = "training prompts"
+VERIFIERS = ("arithmetic", "gsm8k", "math", "instructions", "code", "format")
+
+
+def evaluate_checkpoint(
+    path: str | Path, data: Sequence[str], *, n: int | None, samples: int, sampling: Mapping[str, Any], seed: int,
+    reward: str | None, threshold: float, backend: str, runs: str | None,
+) -> Evaluation:  # fmt: skip
+    """Open what a checkpoint holds, in processes of its own, evaluate it, and close it.
+
+    data: names, files or hub ids, with the chat format of the checkpoint's prompts; none: the prompts that it was
+    trained on. reward: a verifier of `wb.verifiers` in place of the checkpoint's own. runs: where its run folder is
+    kept; None: nowhere, so that `wb.runs()` has training alone. Raises `BadInput` for a checkpoint that is not trusted,
+    as its code would run.
+    """
+    drawn = Sampling(**sampling)
+    function = None if reward is None else verifier(reward)
+    with opened_checkpoint("evaluate", path, backend=backend, runs=runs) as lab:
+        source = lab.description.prompts
+        if not data and source is None:
+            raise BadInput(f"wb evaluate {path} without data", "it was opened without prompts", "name a data set")
+        sets = {one: one for one in data} or {TRAINED_ON: source}
+        return lab.evaluate(sets, samples=samples, sampling=drawn, n=n, reward=function, threshold=threshold, seed=seed)  # type: ignore[return-value]
+
+
+@contextmanager
+def opened_checkpoint(purpose: str, path: str | Path, *, backend: str, runs: str | None) -> Iterator[Workbench]:
+    """The workbench that a checkpoint holds, under a name of its own, and closed afterwards. runs: where its run folder
+    is kept; None: nowhere."""
+    checkpoint = find_checkpoint(path)
+    name = f"{purpose}-{secrets.token_hex(3)}"
+    with (
+        nullcontext(runs) if runs is not None else TemporaryDirectory() as folder,
+        restore(checkpoint.folder, name=name, backend=backend, runs=folder, save_every=None) as lab,
+    ):
+        yield lab
+
+
+def verifier(name: str) -> Any:
+    """A function of `wb.verifiers` by name."""
+    if name not in VERIFIERS:
+        rule = f"there are {', '.join(VERIFIERS)}"
+        raise BadInput(f"--reward {name}", rule, meant(name, VERIFIERS, "--reward {}".format))
+    return getattr(verifiers, name)

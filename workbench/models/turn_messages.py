@@ -1,0 +1,196 @@
+"""What an assistant said in a turn, as a message: content, reasoning, and tool calls in the format of its family.
+
+    {"role": "assistant", "content": "Let me see.", "reasoning_content": "12 times 7 ...",
+     "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 84}}}]}
+
+A message has no entry for a part that its turn lacks, except `content`. What looks like a call and is none is among
+`invalid_tool_calls`, each {"text": ..., "error": ...}: an environment can tell the model so. The message is read from
+the text; the tokens of the turn stay as they were sampled, whatever the tokenizer would make of that text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import BadInput
+from workbench.errors.plain_text import plain_text, shown
+from workbench.models.tokenizers import has_texts, is_text, special_tokens, turn_end
+from workbench.support.validation import one_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Template = Mapping[str, Any]
+Message = dict[str, Any]
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that response templates have for one thing
+THINK = "<think>"
+
+
+def _template(call: Template) -> Template:
+    """A response template of transformers with a family's way to write calls; their bodies are read by `_calls`."""
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": r"\A",  # they are given no prefix
+        "fields": {
+            "reasoning_content": {"open": THINK, "close": "</think>"},
+            "tool_calls": {"repeats": True, **call},
+            "content": {"repeats": True, "join": "", "content_args": {"strip": False}},
+        },
+    }
+
+
+# Ways to write calls, by the names that vLLM's tool parsers have, and the part of a chat template that tells them.
+FORMATS: Mapping[str, Template] = {
+    "qwen3_coder": _template({
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }),
+    "hermes": _template({"open": "<tool_call>", "close": "</tool_call>"}),
+    "mistral": _template({"open": "[TOOL_CALLS]"}),
+    "llama3_json": _template({"open_pattern": r"<\|python_tag\|>|\A\s*(?=\{)"}),
+}  # fmt: skip
+MARKS = {
+    "<function=": "qwen3_coder", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json",
+    "<|start_header_id|>": "llama3_json",
+}  # fmt: skip
+NEEDED = 'a call is {"name": ..., "arguments": {...}}'
+
+
+def response_template(tokenizer: PreTrainedTokenizerBase, form: str | Template | None) -> Template:
+    """How a model writes its turns. form: one of `FORMATS`, or a response template of transformers; None: the one that
+    comes with the tokenizer, or else the format whose marks stand in its chat template, or else "hermes".
+    """
+    if isinstance(form, Mapping):
+        return form
+    if form is not None:
+        one_of("tool_format", form, tuple(FORMATS))
+        return FORMATS[form]
+    if (own := getattr(tokenizer, "response_template", None)) is not None:
+        return dict(own)
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else " ".join(template.values())
+    return FORMATS[next((name for mark, name in MARKS.items() if mark in text), "hermes")]
+
+
+def check_template(template: Template) -> None:
+    """Raise `BadInput` for what is no response template."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(dict(template))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadInput(
+            f"tool_format={shown(dict(template), 80)}",
+            f"transformers refuses it as a response template: {plain_text(str(error), 200)}",
+            f"give one of {', '.join(FORMATS)}, or a template as transformers documents it",
+        ) from error
+
+
+class TurnReader:
+    """Reads turns of one model. form: see `response_template`. tools: JSON schemas, by which arguments that a format
+    writes as text get their types."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, form: str | Template | None = None, tools: Sequence[Template] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools: list[dict[str, Any] | Callable[..., Any]] = [dict(tool) for tool in tools]
+        self._template = response_template(tokenizer, form)
+        check_template(self._template)
+
+    @functools.cached_property
+    def _ends(self) -> frozenset[int]:
+        assert self._tokenizer.eos_token_id is not None
+        return frozenset({int(self._tokenizer.eos_token_id), turn_end(self._tokenizer)})
+
+    def message(self, token_ids: Sequence[int], *, lead_ids: Sequence[int] = ()) -> Message:
+        """A turn as a message. lead_ids: the tokens between the assistant's turn before and this one, whose end may
+        have begun the turn, as templates do that open the reasoning."""
+        from transformers.utils.chat_parsing import parse_response
+
+        ids = list(token_ids)
+        text = str(self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
+        lead = str(self._tokenizer.decode(list(lead_ids)))
+        if self._template in FORMATS.values():
+            begun = THINK if lead.rstrip().endswith(THINK) else ""
+            text, lead = begun + text, ""
+        try:
+            found = parse_response(text, dict(self._template), prefix=lead, tools=self._tools)
+        except (ValueError, KeyError, TypeError) as error:  # a call that the template cannot read
+            found = {"content": text, "invalid_tool_calls": [_invalid(text, plain_text(str(error), 200))]}
+        return self._as_message(found)
+
+    def _as_message(self, found: Mapping[str, Any]) -> Message:
+        message: Message = {"role": "assistant", "content": self._without_marks(found.get("content") or "")}
+        if reasoning := next((found[name] for name in REASONING if found.get(name)), ""):
+            message["reasoning_content"] = self._without_marks(reasoning)
+        calls, invalid = list[Any](), list(found.get("invalid_tool_calls", ()))
+        for part in found.get("tool_calls") or ():
+            for call in _calls(part):
+                (invalid if "error" in call else calls).append(call)
+        if calls:
+            message["tool_calls"] = [{"id": f"call{n:05d}", **call} for n, call in enumerate(calls)]
+        if invalid:
+            message["invalid_tool_calls"] = invalid
+        return message
+
+    def _without_marks(self, text: str) -> str:
+        for mark in special_tokens(self._tokenizer):
+            text = text.replace(mark, "")
+        return text.strip()
+
+
+def _invalid(text: str, error: str) -> dict[str, str]:
+    return {"text": text, "error": error}
+
+
+def _calls(part: Any) -> Iterator[dict[str, Any]]:
+    """The calls of one region of a turn: one that its template has read, or a text of JSON values, Mistral's
+    `name[ARGS]{...}` among them."""
+    if not isinstance(part, str):
+        yield _call(part, str(part))
+        return
+    text = part.strip()
+    if not text:
+        yield _invalid(part, f"nothing stands where a call was begun: {NEEDED}")
+    while text:
+        name, marked, rest = text.partition("[ARGS]")
+        named = bool(marked) and "{" not in name
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest if named else text)
+        except (ValueError, RecursionError) as error:
+            yield _invalid(text, f"not JSON ({error}): {NEEDED}")
+            return
+        if named:
+            value = {"name": name.strip(), "arguments": value}
+        for one in value if isinstance(value, list) else [value]:
+            yield _call(one, text)
+        text = (rest if named else text)[end:].lstrip("; \n\t").removeprefix("[TOOL_CALLS]")
+
+
+def _call(value: Any, text: str) -> dict[str, Any]:
+    """A call as messages have it, or what is wrong with it."""
+    function = value.get("function", value) if isinstance(value, dict) else {}
+    if isinstance(function, str):  # {"type": "function", "function": "add", "parameters": {...}}
+        function = {**value, "name": function}
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name.strip():
+        return _invalid(text, f"no name of a function: {NEEDED}")
+    if not is_text(name):
+        return _invalid(text, f"the name of the function, {name!a:.60}, has half a character: {NEEDED}")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if arguments is not None and not isinstance(arguments, dict):
+        return _invalid(text, f"the arguments of {name} are no object: {NEEDED}")
+    if not has_texts(arguments):
+        return _invalid(text, f"the arguments of {name} have half a character: {NEEDED}")
+    return {"type": "function", "function": {"name": name.strip(), "arguments": arguments or {}}}

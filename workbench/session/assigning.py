@@ -1,0 +1,43 @@
+"""Assignments to a workbench: `lab.name = value` sets nothing that a stage would read, so that it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.support.named_fields import meant
+from workbench.workers.roles import ROLE_WORKERS
+
+_OWN = ("attached", "stays")  # what opening and scripts note on it
+_REMEDIES = {
+    "prompts": "other prompts are another workbench's: wb.open(..., prompts=source); held-out ones go to "
+    "lab.evaluate(source); lab.prompts.order = function chooses among those that there are",
+    "training": "assign a role's: lab.actor.training.learning_rate = 1e-6, or lab.actor.training = wb.Training(...)",
+    "generation": "it is fixed when the engines are made: wb.open(..., generation=wb.Generation(...))",
+    "sampling": "give it to a call or an algorithm: wb.PPO(lab, sampling=wb.Sampling(temperature=0.7))",
+    "reward": "a role is declared in models= of wb.open, or added: lab.add('reward', function)",
+    "seed": "it is fixed when a workbench opens: wb.open(..., seed=1)",
+    "placement": "move to it: lab.move(placement)",
+    "name": "it is given when a workbench opens: wb.open('name', ...)",
+}
+
+
+def set_attribute(lab: Any, name: str, value: Any) -> None:
+    """`lab.name = value`. While the workbench is made, its parts; afterwards what has a setter, and names that begin
+    with an underscore. Raises `BadInput` for all others."""
+    kind = type(lab)
+    setter = getattr(getattr(kind, name, None), "fset", None)
+    if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):
+        known = [one for one in dir(lab) if not one.startswith("_")]
+        if name in _REMEDIES:
+            remedy = _REMEDIES[name]
+        elif name in ROLE_WORKERS:
+            remedy = f"a role is declared in models= of wb.open, or added: lab.add({name!r}, ...)"
+        else:
+            remedy = "" if name in known else meant(name, known, str)
+            remedy = remedy or "keep a value of your own in a variable"
+        raise BadInput(
+            f"lab.{name} = {shown(value)}", "a workbench has no such setting: no stage would read it", remedy
+        )
+    object.__setattr__(lab, name, value)

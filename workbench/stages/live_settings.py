@@ -1,0 +1,141 @@
+"""Settings that are changed while a workbench lives: checked, recorded, and kept for a later kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, replace
+from types import NoneType
+from typing import Any
+
+from workbench.backends.hosts import Hosts
+from workbench.errors import BadInput, NotFound
+from workbench.errors.plain_text import shown
+from workbench.settings.engines import LIVE, Training
+from workbench.stages.counters import Counters
+from workbench.stages.groups import Groups
+from workbench.stages.outcomes import Outcomes
+from workbench.stages.ownership import Ownership
+from workbench.support.named_fields import meant
+from workbench.support.notebook_cell import running_cell
+from workbench.telemetry.store import TelemetryStore
+
+EVENT = "setting"
+_by: ContextVar[str] = ContextVar("_by", default="")
+
+
+@contextmanager
+def changed_by(what: str) -> Iterator[None]:
+    """Inside, settings are changed by something else than a cell, such as "the panel": recorded with them."""
+    token = _by.set(what)
+    try:
+        yield
+    finally:
+        _by.reset(token)
+
+
+class LiveSettings:
+    """Carries out assignments to `lab.<role>.training`, and records those to the fields of algorithms.
+
+    A role's settings are part of the workbench's description: checkpoints, moves and later kernels have them from
+    there, and each update takes them to its ranks.
+    """
+
+    def __init__(
+        self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, outcomes: Outcomes,
+        telemetry: TelemetryStore,
+    ) -> None:  # fmt: skip
+        self._hosts, self._ownership, self._groups = hosts, ownership, groups
+        self._counters, self._outcomes, self._telemetry = counters, outcomes, telemetry
+        self.count = 0  # of changes, for what shows them
+
+    def retrain(self, role: str, values: Mapping[str, Any]) -> None:
+        """Change fields of a role's training. `BadInput`, with nothing changed, where it cannot be."""
+        self._ownership.check_open()
+        self._ownership.check_drives()
+        with self._hosts.changing:
+            before, changed = self._retrain(role, values)
+            after = self._hosts.description.models[role].training
+        for name in changed:
+            self.note(f"lab.{role}.training.{name}", getattr(before, name), getattr(after, name))
+        if "learning_rate" in changed and after is not None and (doubt := after.doubt(role)):
+            print(doubt)
+
+    def _retrain(self, role: str, values: Mapping[str, Any]) -> tuple[Training, list[str]]:
+        """The settings before, and the names of the fields that have changed."""
+        description = self._hosts.description
+        model = description.models.get(role)
+        first = f"lab.{role}.training.{next(iter(values))} = {shown(next(iter(values.values())))}"
+        if model is None or model.training is None or not model.trained:
+            trained = [f"lab.{name}.training" for name, one in description.models.items() if one.trained]
+            raise BadInput(first, f"the {role} is not trained", f"those that are: {', '.join(trained)}")
+        before = model.training
+        _check_live(role, before, values)
+        after = replace(before, **values).of_role(role)
+        changed = [name for name in values if getattr(before, name) != getattr(after, name)]
+        if not changed:
+            return before, changed
+        if "minibatches" in changed and any(run.startswith(f"{role}.") for run in self.open_updates()):
+            raise BadInput(
+                first, f"an update of the {role} is between two of its minibatches, as an interrupt left it",
+                "run the same call again, which takes the rest, and then change it",
+            )  # fmt: skip
+        self._hosts.become(description.retrained(role, after, changed))
+        try:
+            self._hosts.record()
+        except BaseException:
+            self._hosts.become(description)
+            raise
+        self._groups.follow_hosts()
+        return before, changed
+
+    def open_updates(self) -> list[str]:
+        """The updates, as role.operation, that an interrupt left between two of their steps."""
+        return self._outcomes.updates.open(self._counters.weights)
+
+    def note(self, setting: str, before: Any, after: Any) -> None:
+        """Record that a setting was changed, when, and by which cell."""
+        cell = running_cell()
+        self.count += 1
+        self._telemetry.append_event(
+            EVENT, setting=setting, before=_plain(before), after=_plain(after), iteration=self._counters.iteration,
+            cell=None if cell is None else cell.number, cell_id="" if cell is None else cell.id,
+            by=_by.get(),
+        )  # fmt: skip
+        self._ownership.record()
+
+
+def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> None:
+    """Raise for a field that there is not, and for one that is fixed when the role's engine is made."""
+    known = [field.name for field in fields(training)]
+    for name, value in values.items():
+        where = f"lab.{role}.training.{name}"
+        if name not in known:
+            near = meant(name, known, f"lab.{role}.training.{{}}".format)
+            raise NotFound(where, f"its fields are {', '.join(known)}", near)
+        if (
+            name == "rates"
+            and isinstance(value, Mapping | NoneType)
+            and list(value or ()) != list(training.rates or ())
+        ):
+            raise BadInput(
+                f"{where} = {shown(value)}",
+                f"groups of weights are made with the role's engine, of the patterns {list(training.rates or ())}",
+                "give these patterns, in this order, with other factors; or open with others, resume=a checkpoint",
+            )
+        if name not in LIVE and value != getattr(training, name):
+            raise BadInput(
+                f"{where} = {shown(value)}",
+                f"it is fixed when the role's engine is made; {', '.join(LIVE)} can be changed",
+                f"save with lab.save(path), and open with wb.Training({name}={shown(value)}), resume=path",
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A value as an event holds it: a number, a text, numbers and texts by name, or what `repr` says."""
+    if isinstance(value, Mapping) and all(isinstance(one, bool | int | float | str) for one in value.values()):
+        return {str(name): one for name, one in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__name__", None) or f"{shown(value, 200)}"

@@ -1,0 +1,338 @@
+"""Advantages of the rows of one rank, from rewards or costs: one method a family of estimators.
+
+Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the longest, G groups (prompts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import Ragged
+from workbench.batches.contexts import answer_lengths, contexts_of
+from workbench.batches.turns import ends_of_turns
+from workbench.messages.metrics import Max, Mean, Metrics
+from workbench.messages.shards import Shard
+from workbench.objectives.correction import Correction, raw_weights
+from workbench.objectives.estimators import (
+    counted,
+    explained_variance,
+    gae,
+    moments,
+    overlong_penalty,
+    reinforce,
+    response_scores,
+    token_rewards,
+)
+from workbench.objectives.groups import (
+    group_deviation,
+    group_mean,
+    grpo,
+    grpo_batch_std,
+    off_policy_baseline,
+    rloo,
+    with_variance,
+)
+from workbench.objectives.kl import KLKind
+from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends, random_ends
+from workbench.objectives.turns import turn_gae, turn_reinforce
+from workbench.support.seeds import derive_seed
+from workbench.workers.communicator import Communicator
+from workbench.workers.process_rewards import check_groups, over_steps
+from workbench.workers.sampling_mask import check_correctable
+from workbench.workers.signals import REWARD, Signal
+from workbench.workers.user_estimator import estimated, reads_greedy
+from workbench.workers.user_loss import UserFunction
+
+Estimator = Literal[
+    "gae",
+    "gae_turn",
+    "grpo",
+    "grpo_batch_std",
+    "grpo_process",
+    "dr_grpo",
+    "rloo",
+    "off_policy_baseline",
+    "remax",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "reinforce_turn",
+    "reinforce_turn_baseline",
+]
+MacroTokens = int | Literal["random", "perplexity", "steps"]
+# the samples of a prompt are each other's baseline: one response a prompt teaches nothing
+GROUPED = (
+    "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline",
+    "reinforce_turn_baseline",
+)  # fmt: skip
+WITH_CRITIC = ("gae", "gae_turn")
+BY_TURN = ("gae_turn", "reinforce_turn", "reinforce_turn_baseline")
+REWARD_TO_GO = ("reinforce_pp", "reinforce_pp_baseline", "reinforce_turn", "reinforce_turn_baseline")
+WHITENED = (*WITH_CRITIC, *REWARD_TO_GO)
+
+
+def _note_on_equal_scores(temperature: float | None) -> str:
+    """What to say where no response is better than the others of its prompt."""
+    remedy = "Draw more samples a prompt, take prompts that it sometimes gets right, or score parts of an answer too"
+    if temperature == 0:
+        remedy = "At temperature 0 they are the same text: write wb.Sampling(temperature=1.0)"
+    said = "all advantages are 0, and an update learns nothing from them: the samples of each prompt have equal scores"
+    return f"{said}. {remedy}"
+
+
+def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
+    """The last token of each macro action, see `compute_advantages(macro_tokens=)`."""
+    if tokens == "random":
+        return random_ends(mask_BT, [derive_seed(*batch.meta["seed"], "macro actions", int(row)) for row in batch.rows])
+    if tokens == "perplexity":
+        return perplexity_ends(batch.ragged("ref_log_prob").pad(), mask_BT)
+    if tokens == "steps":
+        return batch.ragged("step_ends").pad().bool()
+    return fixed_ends(mask_BT, tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `compute_advantages` that decide the advantages of a signal."""
+
+    estimator: Estimator | Callable[..., Any]
+    gamma: float
+    lam: float
+    bootstrap: bool
+    macro_tokens: MacroTokens
+    kl_coefficient: float
+    kl: KLKind
+    overlong_buffer: int
+    max_response_tokens: int | None
+    correction: Correction | None
+
+
+class Estimate(NamedTuple):
+    """Of one signal, each [B, T]; token rewards are those after penalties."""
+
+    token_rewards_BT: Tensor
+    advantages_BT: Tensor
+    returns_BT: Tensor
+
+
+def with_baselines(
+    batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, communicator: Communicator, metrics: Metrics
+) -> Shard:
+    """The shard with its column `counted` made anew: valid rows with a baseline. Rows whose greedy response failed
+    have none, nor has the only valid row of a prompt whose rows are each other's baseline."""
+    stale = "counted" in batch.columns
+    unread = {"counted", *(("valid", "baseline_valid") if count_invalid else ())}
+    batch = replace(batch, columns={name: column for name, column in batch.columns.items() if name not in unread})
+    valid_B = batch.valid
+    if "baseline_valid" in batch.columns and reads_greedy(estimator):
+        valid_B = valid_B & batch.numbers("baseline_valid").bool()
+    elif "valid" not in batch.columns and not stale:
+        return batch
+    if estimator in GROUPED:
+        groups_B = batch.numbers("prompt_uid")
+        every_N, left_N = communicator.gathered(groups_B), communicator.gathered(groups_B[valid_B])
+        enough_G, counts_G = torch.unique(left_N, return_counts=True)
+        enough_G = enough_G[counts_G > 1]
+        valid_B = valid_B & torch.isin(groups_B, enough_G)
+        metrics["dropped_groups"] = Max(value=float(len(torch.unique(every_N)) - len(enough_G)))
+    return replace(batch, columns={**batch.columns, "counted": valid_B})
+
+
+class Estimation:
+    """Estimates the signals of one shard. Every rank of the pool does so at the same time, for the same signals.
+
+    given: the shard as it came, which a function of the user's reads. batch: that of `with_baselines`.
+    metrics, notes: what is to be said of it.
+    """
+
+    def __init__(
+        self, options: Options, given: Shard, batch: Shard, communicator: Communicator, metrics: Metrics
+    ) -> None:
+        self.options, self.batch, self.communicator, self.metrics = options, batch, communicator, metrics
+        self.notes: list[str] = []
+        self.mask_BT, self.valid_B = batch.valid_mask.pad().bool(), batch.valid
+        self.rows, self.tokens = int(self.valid_B.sum()), float(self.mask_BT.sum())
+        self._given = given
+
+    def of(self, signal: Signal) -> Estimate:
+        """Token rewards, advantages and returns."""
+        estimator = self.options.estimator
+        scores = self._scores(signal.scores, self.mask_BT)
+        scores_B = response_scores(scores, self.mask_BT)
+        self.note_mean(signal.scores, scores_B, self.rows)
+        penalty_B = self._overlong_penalty(signal)
+        rewards_BT = self._token_rewards(scores, signal)
+        if penalty_B is not None:
+            rewards_BT = rewards_BT + token_rewards(penalty_B, rewards_BT, None, self.mask_BT, 0.0)
+        if callable(estimator):
+            both = self._by_function(estimator, scores_B, rewards_BT, signal)
+        elif estimator in WITH_CRITIC:
+            both = self._with_critic(rewards_BT, signal)
+        elif estimator == "remax":
+            both = self._remax(rewards_BT, signal)
+        elif estimator in REWARD_TO_GO:
+            both = self._reward_to_go(scores_B, rewards_BT)
+        elif estimator == "grpo_process":
+            both = self._of_steps(scores.ndim == 1, rewards_BT)
+        else:
+            both = self._of_responses(scores_B, penalty_B, signal)
+        return Estimate(rewards_BT, *both)
+
+    def note_mean(self, name: str, total: Tensor, count: float) -> None:
+        """Metric `name/mean`: of rows those that are valid, of tokens all."""
+        counting = total[self.valid_B] if total.ndim == 1 else total
+        self.metrics[f"{name}/mean"] = Mean(total=float(counting.sum()), count=count)
+
+    # --- rewards ------------------------------------------------------------------------------------------------------
+
+    def _scores(self, name: str, mask_BT: Tensor | None = None) -> Tensor:
+        """A column of scores: [rows], or [rows, response tokens], 0 where a response has others inside its mask."""
+        column = self.batch.columns[name]
+        assert not isinstance(column, list)  # the schema has numbers
+        scores = column.pad() if isinstance(column, Ragged) else column
+        return torch.where(counted(mask_BT), scores, 0.0) if scores.ndim == 2 and mask_BT is not None else scores
+
+    def _overlong_penalty(self, signal: Signal) -> Tensor | None:
+        """DAPO's, [B]; None: none is asked for, or the signal is a cost."""
+        longest = self.options.max_response_tokens
+        if not self.options.overlong_buffer or signal is not REWARD:
+            return None
+        assert longest is not None  # `_check` of the operation
+        lengths_B = answer_lengths(self.batch.ragged("response_mask"), contexts_of(self.batch.columns))
+        penalty_B = overlong_penalty(lengths_B, longest, self.options.overlong_buffer)
+        self.note_mean("overlong_penalty", penalty_B, self.rows)
+        return penalty_B
+
+    def _token_rewards(self, scores: Tensor, signal: Signal) -> Tensor:
+        """Scores on tokens, less the KL penalty, [B, T]."""
+        coefficient = self.options.kl_coefficient
+        old_BT, ref_BT = torch.zeros_like(self.mask_BT, dtype=torch.float32), None
+        if coefficient:
+            old_BT, ref_BT = (self.batch.ragged(name).pad() for name in ("old_log_prob", "ref_log_prob"))
+        # what lowers a reward raises a cost: the cost is a reward turned round
+        sign = signal.sign
+        return sign * token_rewards(sign * scores, old_BT, ref_BT, self.mask_BT, coefficient, self.options.kl)
+
+    # --- advantages and returns, by family ----------------------------------------------------------------------------
+
+    def _by_function(
+        self, function: Callable[..., Any], scores_B: Tensor, rewards_BT: Tensor, signal: Signal
+    ) -> tuple[Tensor, Tensor]:
+        advantages_BT, returns_BT = estimated(
+            function, self._given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
+        )
+        if returns_BT is None:
+            returns_BT = reinforce(rewards_BT, self.mask_BT, self.options.gamma)[1]
+        return advantages_BT, returns_BT
+
+    def _with_critic(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+        """GAE: by token, by turn, or by macro action."""
+        options, mask_BT, after_B = self.options, self.mask_BT, None
+        values_BT = self.batch.ragged(signal.values).pad()
+        if options.macro_tokens != 1:
+            ends_BT = _macro_ends(self.batch, mask_BT, options.macro_tokens)
+            return macro_gae(rewards_BT, values_BT, mask_BT, options.gamma, options.lam, ends_BT)
+        if options.bootstrap:
+            finished_B = self.batch.numbers("finished").bool()
+            after_B = torch.where(finished_B, 0.0, self.batch.numbers(signal.final_values))
+        if options.estimator == "gae":
+            both = gae(rewards_BT, values_BT, mask_BT, options.gamma, options.lam, after_B)
+        else:
+            ends_BT = self._ends_of_turns()
+            both = turn_gae(rewards_BT, values_BT, mask_BT, ends_BT, options.gamma, options.lam, after_B)
+        returns_BT = both[1]
+        sums = torch.stack([moments(x_BT, mask_BT) for x_BT in (returns_BT, returns_BT - values_BT)])
+        explained = explained_variance(*self.communicator.all_reduce(sums))
+        if not math.isnan(explained):
+            self.metrics[f"{signal.values}/explained_variance"] = Mean(total=explained, count=1)
+        return both
+
+    def _remax(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+        baseline = self._scores(signal.baseline)  # of other responses, whose mask is not this batch's
+        baseline_B = baseline if baseline.ndim == 1 else baseline.double().sum(-1)
+        self.note_mean(signal.baseline, baseline_B, self.rows)
+        return reinforce(rewards_BT, self.mask_BT, self.options.gamma, baseline_B)
+
+    def _reward_to_go(self, scores_B: Tensor, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
+        mean_B = None
+        if self.options.estimator in GROUPED:
+            # the mean of whole conversations, the first turn on, is the baseline of every turn
+            mean_B = scores_B - self._over_groups(scores_B, scores_B)
+        if self.options.estimator in BY_TURN:
+            return turn_reinforce(rewards_BT, self.mask_BT, self._ends_of_turns(), self.options.gamma, mean_B)
+        return reinforce(rewards_BT, self.mask_BT, self.options.gamma, mean_B)
+
+    def _of_steps(self, one_step: bool, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
+        advantages_BT = over_steps(rewards_BT, one_step, self.batch, self.mask_BT, self.communicator, self.metrics)
+        return advantages_BT, reinforce(rewards_BT, self.mask_BT, 1.0)[0]
+
+    def _of_responses(self, scores_B: Tensor, penalty_B: Tensor | None, signal: Signal) -> tuple[Tensor, Tensor]:
+        """One advantage a response, over the samples of its prompt."""
+        penalised_B = scores_B if penalty_B is None else scores_B + penalty_B
+        if self.options.kl_coefficient:
+            kl_BT = self._token_rewards(torch.zeros(len(self.batch)), signal)
+            penalised_B = penalised_B + kl_BT.double().sum(-1)
+        advantages_B = self._over_groups(scores_B, penalised_B)
+        return advantages_B[:, None] * self.mask_BT, penalised_B[:, None] * self.mask_BT
+
+    def _ends_of_turns(self) -> Tensor:
+        return ends_of_turns(self.batch.ragged("turn_ends"), self.batch.ragged("response_mask").lengths)
+
+    # --- over the samples of a prompt ---------------------------------------------------------------------------------
+
+    def _over_groups(self, scores_B: Tensor, penalised_B: Tensor) -> Tensor:
+        """The advantage of each response over the others of its prompt, [B], by penalised scores; whether a prompt's
+        scores differ at all is decided without penalties."""
+        # The samples of a prompt may lie on several ranks: every rank sees all valid scores, a number a row.
+        groups_B, valid_B, communicator = self.batch.numbers("prompt_uid"), self.valid_B, self.communicator
+        every_N = communicator.gathered(groups_B)
+        shards = communicator.all_gather(penalised_B[valid_B])
+        scores_N, groups_N = torch.cat(shards), communicator.gathered(groups_B[valid_B])
+        if self.options.estimator != "rloo":
+            check_groups(self.options.estimator, every_N)
+        advantages_N = self._of_group(scores_N, groups_N)
+        if len(advantages_N) and not advantages_N.any():
+            self.notes.append(_note_on_equal_scores(self.batch.meta.get("temperature")))
+        before = sum(map(len, shards[: communicator.rank]))
+        mine = slice(before, before + self.rows)
+        without = ~with_variance(communicator.gathered(scores_B[valid_B]), groups_N)[mine]
+        self.metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=self.rows))
+        advantages_B = torch.zeros(len(self.batch))
+        advantages_B[valid_B] = advantages_N[mine].float()
+        return advantages_B
+
+    def _of_group(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
+        """The advantages of all valid responses, [N]."""
+        estimator = self.options.estimator
+        if estimator == "rloo":
+            return rloo(scores_N, groups_N)
+        if estimator == "off_policy_baseline":
+            return self._over_weighted_mean(scores_N, groups_N)
+        if estimator in REWARD_TO_GO:
+            return scores_N - group_mean(scores_N, groups_N)
+        if estimator == "grpo_batch_std":
+            return grpo_batch_std(scores_N, groups_N)
+        return grpo(scores_N, groups_N, scale_by_std=estimator == "grpo")
+
+    def _over_weighted_mean(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
+        """VCPO's: the baseline of the least variance under the weights of the update."""
+        correction, valid_B = self.options.correction, self.valid_B
+        assert correction is not None  # `_check` of the operation
+        mask_BT = self.mask_BT[valid_B]
+        old_BT, rollout_BT = (self.batch.ragged(name).pad()[valid_B] for name in ("old_log_prob", "rollout_log_prob"))
+        check_correctable(f"{correction}", self.batch)
+        weight_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
+        tokens_B = mask_BT.sum(-1)
+        # its gradient is the sum of its tokens', each times its own weight: w^2 |g|^2 is that of their mean square
+        weight_B = (weight_BT.square().sum(-1) / tokens_B.clamp(min=1)).sqrt()
+        norm2_B = tokens_B.double()
+        if "gradient_norm" in self.batch.columns:
+            norm2_B = self.batch.numbers("gradient_norm")[valid_B].double().square()
+        gathered = self.communicator.gathered
+        baseline_N = off_policy_baseline(scores_N, groups_N, gathered(weight_B), gathered(norm2_B))
+        return (scores_N - baseline_N) / group_deviation(scores_N, groups_N)

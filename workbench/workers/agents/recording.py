@@ -1,0 +1,360 @@
+"""The requests of one sample, as tokens: what is sampled is recorded as it was sampled, and never tokenized again.
+
+A request that continues what was said before (its messages begin with those of an earlier request and the answer to it)
+goes on in the same segment: what the harness wrote since is added, outside the mask. Any other request begins a segment
+of its own: a context of the same row, such as that of a sub-agent, of a second attempt, or of a history that was
+summarized. One that continues an earlier point of a segment begins with the tokens of that segment up to there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any
+
+from workbench.engines.generation import Ending, Response
+from workbench.errors import BadInput
+from workbench.errors.plain_text import said as words
+from workbench.errors.plain_text import shown
+from workbench.models.tokenizers import render_prompt, render_reply
+from workbench.models.tool_schemas import with_tools
+from workbench.models.turn_messages import TurnReader
+from workbench.settings.engines import Sampling
+from workbench.support.seeds import derive_seed, turn_seed
+from workbench.workers.agents.requests import Kind, Refused, Request
+from workbench.workers.conversation import Conversation, ConversationEnding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_PENDING = 16  # requests of a sample that wait for an answer at the same time
+MOST_OF_ENDPOINT = 1024  # of an endpoint, whose clients are many
+MOST_REFUSED = 200  # a harness that goes on after so many errors will not stop
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Where a turn has ended: how many messages, and tokens of the segment's response, stand before it. written: the
+    tokens that a harness which continues the text has seen, without EOS; text: the same, of a completion. last: the
+    turn's last token."""
+
+    messages: int
+    tokens: int
+    written: int
+    text: str
+    last: int
+
+
+@dataclass(kw_only=True)
+class Segment:
+    """One context that grows. said: its tokens as a conversation. messages: of a chat, with the answers to it. tools:
+    that the model was shown. pending: whether a request waits for its turn. draw: which one of its prompt it is."""
+
+    kind: Kind
+    said: Conversation
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: tuple[dict[str, Any], ...] = ()
+    points: list[_Point] = field(default_factory=list)
+    pending: bool = False
+    draw: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request as the engine gets it. new: the tokens that the harness wrote since the segment's last turn."""
+
+    prompt_ids: list[int]
+    new: list[int]
+    seed: int
+    room: int
+    stop: tuple[str, ...]
+    segment: Segment
+    request: Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was sampled for a request. text: without special tokens, and without what ended it. tool_calls: as OpenAI
+    writes them; then the text is what stands beside them."""
+
+    text: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    ending: Ending
+    prompt_tokens: int
+    tokens: int
+
+
+class Recording:
+    """What the server has answered to one sample.
+
+    prompt_ids: of the row; a first request with this prompt is drawn from the sample's own seed, as a plain response
+    is. max_model_tokens: of prompt and response together. keeps: False of an endpoint: each request is a prompt of its
+    own, with draws of its own, and of the answers the newest alone is kept, so that there may be any number of them.
+    """
+
+    def __init__(
+        self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], seed: int,
+        max_model_tokens: int, keeps: bool = True,
+    ) -> None:  # fmt: skip
+        self._sampling, self._tokenizer, self._max_model_tokens = sampling, tokenizer, max_model_tokens
+        self._keeps, self._draws = keeps, count()
+        self.prompt_ids, self.seed = list(prompt_ids), seed
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget what was said: the same requests are answered alike."""
+        self.segments: list[Segment] = []
+        self.turns, self.pending, self.refused = 0, 0, 0
+        self.ending: ConversationEnding = "done"  # or the limit for which a request was refused
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> Asked:
+        """Take in a request. Raises `Refused`."""
+        try:
+            return self._ask(request)
+        except Exception as problem:  # whatever a harness writes costs its own request alone
+            self.refused += 1
+            if isinstance(problem, Refused):
+                raise
+            raise Refused.because(
+                f"{type(problem).__name__}: {words(problem)}", "tokens could not be made of the request",
+                "look at its messages and tools",
+            ) from problem  # fmt: skip
+
+    @property
+    def flooded(self) -> bool:
+        """Whether the harness goes on although its requests are refused, or it does not wait for their answers."""
+        return self._keeps and self.refused > MOST_REFUSED
+
+    def _ask(self, request: Request) -> Asked:
+        most = MOST_PENDING if self._keeps else MOST_OF_ENDPOINT
+        if self.pending >= most:
+            raise Refused.because(
+                f"{self.pending} requests of this sample wait", f"at most {most} may wait at the same time",
+                "wait for an answer before you ask again", status=429, code="rate_limit_exceeded",
+            )  # fmt: skip
+        if self._keeps and self.turns + self.pending >= self._sampling.max_turns:
+            self.ending = "max_turns"
+            raise Refused.because(
+                f"request {self.turns + self.pending + 1} of this sample", f"max_turns={self._sampling.max_turns}",
+                "return from the function, or call generate_sequences(agent=..., max_turns=...)", code="max_turns",
+            )  # fmt: skip
+        segment, new = self._segment_for(request)
+        room = self._room(segment, len(new), request.most_tokens)
+        if not segment.points:
+            self._begin(segment)
+        segment.pending, self.pending = True, self.pending + 1
+        said = segment.said
+        return Asked(
+            prompt_ids=said.prompt_ids + said.response_ids + new,
+            new=new,
+            seed=turn_seed(said.seed, len(segment.points)),
+            room=room,
+            stop=self._sampling.stop if request.stop is None else request.stop,
+            segment=segment,
+            request=request,
+        )
+
+    def _begin(self, segment: Segment) -> None:
+        """Give a new segment its seed: what it draws depends on its prompt, not on when it is asked for."""
+        prompt = segment.said.prompt_ids
+        if not self._keeps:
+            segment.said.seed = derive_seed(self.seed, repr(tuple(prompt)), next(self._draws))
+            return
+        taken = {other.draw for other in self.segments if other.said.prompt_ids == prompt}
+        segment.draw = next(draw for draw in count() if draw not in taken)
+        own = prompt == self.prompt_ids and not segment.draw
+        segment.said.seed = self.seed if own else derive_seed(self.seed, repr(tuple(prompt)), segment.draw)
+        self.segments.append(segment)
+
+    def _room(self, segment: Segment, new: int, wanted: int | None) -> int:
+        """Most tokens of the answer. Raises `Refused` where there is room for none."""
+        said = segment.said
+        used = len(said.response_ids) + new
+        left = self._max_model_tokens - len(said.prompt_ids) - used
+        room = min(left, self._sampling.max_new_tokens - used)
+        if room < 1:
+            self.ending = "max_tokens"
+            which = "Generation.max_model_tokens" if left < 1 else "max_new_tokens"
+            raise Refused.because(
+                f"{len(said.prompt_ids)} tokens of the prompt and {used} since",
+                f"the model reads {self._max_model_tokens} tokens, and max_new_tokens={self._sampling.max_new_tokens} "
+                "of them come after the first prompt of a conversation",
+                f"shorten the messages, or raise {which}", param="messages", code="context_length_exceeded",
+            )  # fmt: skip
+        return room if wanted is None else min(room, wanted)
+
+    # --- which segment it continues -----------------------------------------------------------------------------------
+
+    def _segment_for(self, request: Request) -> tuple[Segment, list[int]]:
+        """The segment that a request continues, or a new one, and the tokens that the harness wrote since."""
+        try:
+            return self._chat(request) if request.kind == "chat" else self._text(request)
+        except BadInput as problem:
+            raise Refused(str(problem), param="messages" if request.kind == "chat" else "prompt") from problem
+
+    def _chat(self, request: Request) -> tuple[Segment, list[int]]:
+        messages = list(request.messages)
+        found = self._continued(messages, request.tools) if self._keeps else None
+        if found is None:
+            return _begun(request, self._prompt(request)), []
+        segment, point = found
+        new = render_reply(self._tokenizer, messages[point.messages :], after=point.last)
+        if point is segment.points[-1] and not segment.pending:
+            return segment, new
+        return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.tokens] + new), []
+
+    def _prompt(self, request: Request) -> list[int]:
+        if not request.tools:
+            return render_prompt(self._tokenizer, request.messages)
+        text = with_tools(self._tokenizer, request.messages, request.tools, None)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _continued(
+        self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...]
+    ) -> tuple[Segment, _Point] | None:
+        """The latest turn that messages continue, where the model was shown the same tools."""
+        best: tuple[Segment, _Point] | None = None
+        for segment in (one for one in self.segments if one.kind == "chat" and one.tools == tools):
+            for point in segment.points:
+                longer = best is None or point.messages > best[1].messages
+                if longer and point.messages < len(messages):
+                    if segment.messages[: point.messages] != messages[: point.messages]:
+                        break
+                    best = segment, point
+        return best
+
+    def _text(self, request: Request) -> tuple[Segment, list[int]]:
+        best: tuple[int, Segment, _Point] | None = None
+        for segment in (one for one in self.segments if one.kind == "text" and self._keeps):
+            for point in segment.points:
+                known = self._before(segment, point, request.prompt)
+                if known and (best is None or known > best[0]):
+                    best = known, segment, point
+        if best is None:
+            return _begun(request, self._encoded(request.prompt, begins=True)), []
+        known, segment, point = best
+        new = self._encoded(request.prompt[known:])
+        if point is segment.points[-1] and not segment.pending and point.written == point.tokens:
+            return segment, new
+        return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.written] + new), []
+
+    def _before(self, segment: Segment, point: _Point, prompt: str | tuple[int, ...]) -> int:
+        """How much of a prompt, in characters or tokens, is a segment up to a turn; 0 where it is something else, or
+        nothing comes after it."""
+        before: str | tuple[int, ...] = point.text
+        if isinstance(prompt, tuple):
+            before = tuple(segment.said.prompt_ids + segment.said.response_ids[: point.written])
+        return len(before) if prompt[: len(before)] == before and len(prompt) > len(before) else 0
+
+    def _encoded(self, prompt: str | tuple[int, ...], *, begins: bool = False) -> list[int]:
+        if isinstance(prompt, tuple):
+            wrong = next((token for token in prompt if not 0 <= token < len(self._tokenizer)), None)
+            if wrong is not None:
+                raise Refused.because(
+                    f"token {shown(wrong)} of the prompt", f"token ids are 0 to {len(self._tokenizer) - 1}",
+                    "encode the prompt with the policy's tokenizer", param="prompt",
+                )  # fmt: skip
+            return list(prompt)
+        if begins:
+            return render_prompt(self._tokenizer, prompt, chat=False)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def answered(self, asked: Asked, response: Response) -> Answer:
+        """Record what was sampled for a request."""
+        segment, said, request = asked.segment, asked.segment.said, asked.request
+        self._waits_no_more(segment)
+        self.turns += 1
+        self.segments = self.segments if self._keeps else [segment]
+        said.add_observation(asked.new)
+        said.add_turn(response.ids, response.log_probs, response.sets)
+        text, calls = self._seen(response, asked.stop), list[dict[str, Any]]()
+        if request.tools:
+            message = TurnReader(self._tokenizer, None, request.tools).message(response.ids)
+            calls = message.get("tool_calls", [])
+            text = message["content"] if calls else text
+        if request.kind == "chat":
+            answered = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+            segment.messages = [*request.messages, answered]
+        at_eos, written = response.ending == "eos", ""
+        if isinstance(request.prompt, str):
+            written = request.prompt + str(self._tokenizer.decode(response.ids[: len(response.ids) - at_eos]))
+        tokens = len(said.response_ids)
+        segment.points.append(_Point(len(segment.messages), tokens, tokens - at_eos, written, response.ids[-1]))
+        return Answer(
+            text=text,
+            tool_calls=_as_openai(calls),
+            ending=response.ending,
+            prompt_tokens=len(asked.prompt_ids),
+            tokens=len(response.ids),
+        )
+
+    def dropped(self, asked: Asked) -> None:
+        """Nobody waits for the answer any more: it is no part of the row, and the same request is answered alike."""
+        self._waits_no_more(asked.segment)
+        self.refused += 1
+        if not asked.segment.points:
+            self.segments = [segment for segment in self.segments if segment is not asked.segment]
+
+    def _waits_no_more(self, segment: Segment) -> None:
+        segment.pending, self.pending = False, self.pending - 1
+
+    def _seen(self, response: Response, stop: Sequence[str]) -> str:
+        """The text of an answer, up to the stop that ended it."""
+        text = str(self._tokenizer.decode(response.ids, skip_special_tokens=True))
+        if response.ending != "stop":
+            return text
+        ends = [found for found in (text.find(one) for one in stop) if found >= 0]
+        return text[: min(ends)] if ends else text
+
+    # --- the row ------------------------------------------------------------------------------------------------------
+
+    def row(self) -> tuple[Conversation, list[int]]:
+        """The sample as one row, and the response tokens at which its contexts but the first begin: contexts stand one
+        after the other, in the order in which they were asked for; the prompts of all but the first are in the
+        response, outside the mask."""
+        first, *others = [segment.said for segment in self.segments if segment.points] or [
+            Conversation(prompt_ids=self.prompt_ids, seed=self.seed)
+        ]
+        starts = list[int]()
+        for said in others:
+            starts.append(len(first.response_ids))
+            first.add_observation(said.prompt_ids)
+            _add(first, said)
+        return first, starts
+
+    @property
+    def asked_nothing(self) -> bool:
+        """Whether there is no answer to train on."""
+        return not any(segment.points for segment in self.segments)
+
+
+def _begun(request: Request, prompt_ids: list[int]) -> Segment:
+    """A new segment. It gets its seed when it is certain to be asked for."""
+    said = Conversation(prompt_ids=prompt_ids, seed=0)
+    return Segment(kind=request.kind, said=said, messages=list(request.messages), tools=request.tools)
+
+
+def _as_openai(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with their arguments as a text of JSON."""
+    return [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in calls
+    ]
+
+
+def _add(whole: Conversation, part: Conversation) -> None:
+    """Add what was said in one conversation to another."""
+    start = 0
+    for mine, run in groupby(part.mask):
+        stop = start + len(list(run))
+        if mine:
+            whole.add_turn(part.response_ids[start:stop], part.log_probs[start:stop], part.sets[start:stop])
+        else:
+            whole.add_observation(part.response_ids[start:stop])
+        start = stop

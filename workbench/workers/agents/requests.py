@@ -1,0 +1,276 @@
+"""What a harness asks the server for. A field is honoured, or refused with an error in OpenAI's form: value, rule,
+remedy. Nothing is ignored that would change what is sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workbench.errors.plain_text import shown
+from workbench.models.tokenizers import has_texts, is_text
+from workbench.settings.engines import Sampling
+
+MODEL = "policy"  # the one model that is served
+Kind = Literal["chat", "text"]
+
+# Settings of the stage: what is recorded was sampled with them, so a request may repeat them and not change them.
+OF_STAGE = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
+# Fields that may have these values alone: those that ask for nothing.
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+}
+REMEDIES = {
+    "n": "ask n times",
+    "logprobs": "leave it out: a batch of agents has them in rollout_log_prob",
+}
+# Fields that do not affect the answer.
+WITHOUT_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+OWN: Mapping[Kind, tuple[str, ...]] = {
+    "chat": (
+        "model",
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "tools",
+        "tool_choice",
+        "stream",
+        "stream_options",
+    ),
+    "text": ("model", "prompt", "max_tokens", "stop", "stream", "stream_options"),
+}
+UNICODE = "all its texts must be Unicode, without halves of surrogate pairs", "leave the broken characters out"
+MOST_STOPS = 16
+MOST_TOOLS = 128
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in OpenAI's form. status: of HTTP. code: short, for programs."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    @classmethod
+    def because(cls, value: str, rule: str, remedy: str = "", **more: Any) -> Refused:
+        return cls(f"{value}: {rule}{remedy and f'; {remedy}'}", **more)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong_key() -> Refused:
+    """The answer to a request whose key is unknown, or no longer valid."""
+    return Refused("the API key is wrong: use the one that came with the address", status=401, code="wrong_key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request that can be honoured. messages: of a chat, as the chat template takes them. tools: JSON schemas of
+    those that it offers. prompt: of a completion, a text or token ids. most_tokens: None: as many as there is room for.
+    stop: None: the stage's. stream: as server-sent events, whose first one has the whole answer. usage: with a last
+    event that counts tokens."""
+
+    kind: Kind
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] = ""
+    most_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stream: bool = False
+    usage: bool = False
+
+
+def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
+    """A request from its JSON. Raises `Refused`."""
+    if not isinstance(body, dict):
+        raise Refused(f"the body is {type(body).__name__}: it must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    if given.get("model", MODEL) != MODEL:
+        raise Refused.because(
+            f"model={shown(given['model'])}", f"the one model here is {MODEL!r}", f"write model={MODEL!r}",
+            status=404, param="model", code="model_not_found",
+        )  # fmt: skip
+    for name, value in given.items():
+        if name in OWN[kind] or name in WITHOUT_EFFECT:
+            continue
+        _check_setting(name, value, kind, sampling)
+    return Request(
+        kind=kind,
+        messages=_messages(given.get("messages")) if kind == "chat" else (),
+        tools=_tools(given) if kind == "chat" else (),
+        prompt=_prompt(given.get("prompt")) if kind == "text" else "",
+        most_tokens=_most_tokens(given),
+        stop=_stop(given.get("stop")),
+        stream=_flag("stream", given.get("stream", False)),
+        usage=_usage(given.get("stream_options", {})),
+    )
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise Refused.because(f"{name}={shown(value)}", "must be true or false", param=name.partition(".")[0])
+    return value
+
+
+def _usage(options: Any) -> bool:
+    if not isinstance(options, dict):
+        raise Refused.because(f"stream_options={shown(options)}", "must be an object", param="stream_options")
+    return _flag("stream_options.include_usage", options.get("include_usage", False))
+
+
+def _check_setting(name: str, value: Any, kind: Kind, sampling: Sampling) -> None:
+    if name in OF_STAGE:
+        mine = getattr(sampling, name)
+        if name == "logit_bias":
+            mine, value = {str(token): bias for token, bias in (mine or {}).items()}, value or {}
+        if type(value) in (int, float, dict) and value == mine:
+            return
+        raise Refused.because(
+            f"{name}={shown(value)}", f"the server samples with {name}={mine}",
+            f"leave it out, or open it so: generate_sequences(agent=..., {name}=...), "
+            f"lab.serve(sampling=wb.Sampling({name}=...))", param=name, code="unsupported_value",
+        )  # fmt: skip
+    if name in FIXED:
+        if any(type(value) is type(one) and value == one for one in FIXED[name]):
+            return
+        allowed = " or ".join(repr(one) for one in FIXED[name])
+        raise Refused.because(
+            f"{name}={shown(value)}", f"the server accepts only {allowed}", REMEDIES.get(name, "leave it out"),
+            param=name, code="unsupported_value",
+        )  # fmt: skip
+    if name == "seed":
+        if sampling.temperature == 0 and type(value) is int:  # nothing is drawn
+            return
+        raise Refused.because(
+            f"seed={shown(value)}", "draws follow the stage's seed; the server takes it at temperature 0",
+            "leave it out; of agents generate_sequences(agent=..., seed=...) sets it",
+            param="seed", code="unsupported_value",
+        )  # fmt: skip
+    raise Refused.because(
+        f"{name}={shown(value)}", "the server does not know this field, or cannot honour it", "leave it out",
+        param=name, code="unknown_parameter",
+    )  # fmt: skip
+
+
+def _most_tokens(given: Mapping[str, Any]) -> int | None:
+    named = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
+    for name, value in named.items():
+        if type(value) is not int or value < 1:
+            raise Refused.because(f"{name}={shown(value)}", "must be a whole number of at least 1", param=name)
+    if len(set(named.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in named.items())
+        raise Refused.because(said, "both limit the answer, and differ", "give one of them", param="max_tokens")
+    return next(iter(named.values()), None)
+
+
+def _stop(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(is_text(stop) and stop for stop in stops):
+        raise Refused.because(
+            f"stop={shown(value)}", f"must be a text, or a list of at most {MOST_STOPS} texts, none of them empty",
+            param="stop",
+        )  # fmt: skip
+    return tuple(stops)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if is_text(value) and value:
+        return str(value)
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
+    raise Refused.because(
+        f"prompt={shown(value)}", "must be one text, or the token ids of one, and not empty",
+        "ask for several prompts one by one", param="prompt",
+    )  # fmt: skip
+
+
+def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise Refused.because(f"messages={shown(value)}", "must be a list of at least one message", param="messages")
+    return tuple(plain_message(message, number) for number, message in enumerate(value))
+
+
+def _tools(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    choice, tools = given.get("tool_choice", "auto"), given.get("tools", [])
+    if choice not in ("auto", "none"):
+        raise Refused.because(
+            f"tool_choice={shown(choice)}", "the policy decides whether it calls a tool", "write 'auto' or 'none'",
+            param="tool_choice", code="unsupported_value",
+        )  # fmt: skip
+    right = isinstance(tools, list) and len(tools) <= MOST_TOOLS and all(map(_is_tool, tools))
+    if not right:
+        raise Refused.because(
+            f"tools={shown(tools)}",
+            f"must be a list of at most {MOST_TOOLS} {{'type': 'function', 'function': {{'name': ..., ...}}}}",
+            param="tools",
+        )
+    if not has_texts(tools):
+        raise Refused.because("the tools", *UNICODE, param="tools")
+    return () if choice == "none" else tuple(tools)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    return isinstance(function, dict) and is_text(function.get("name")) and bool(function["name"])
+
+
+def plain_message(message: Any, number: int) -> dict[str, Any]:
+    """A message as the chat template takes it, without empty fields; equal for messages that mean the same."""
+    param = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused.because(f"{param}={shown(message)}", "must be an object with a role", param=param)
+    plain = {name: value for name, value in message.items() if value not in (None, [], {})}
+    plain["content"] = _content(message.get("content"), param)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], param)
+    if not has_texts(plain):
+        raise Refused.because(param, *UNICODE, param=param)
+    return plain
+
+
+def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Calls as chat templates take them: their arguments are JSON in a text, and an object there."""
+    try:
+        return [
+            {
+                "id": str(call["id"]),
+                "type": "function",
+                "function": {"name": str(call["function"]["name"]), "arguments": _arguments(call["function"])},
+            }
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise Refused.because(
+            f"tool_calls of {param}={shown(calls)}", "must be calls as the server has answered them", "send them again",
+            param=param,
+        ) from None  # fmt: skip
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    given = function["arguments"]
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _content(value: Any, param: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
+        value = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    if not is_text(value):
+        raise Refused.because(f"the content of {param}", "must be a text, or parts of type 'text'", param=param)
+    return str(value)

@@ -1,0 +1,201 @@
+"""The loop of a rank while agents talk to its engine: requests in, tokens out, until each function has returned."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.data.agent import Agents, Outcome
+from workbench.engines.generation import GenerationEngine, Response
+from workbench.settings.engines import Sampling
+from workbench.workers.agents.recording import MOST_REFUSED, Asked, Recording
+from workbench.workers.agents.requests import Refused, wrong_key
+from workbench.workers.agents.server import AgentServer, Waiting
+from workbench.workers.conversation import Conversation, Share
+
+WAIT_S = 0.01  # for requests, where no token is decoded
+New = tuple[int, list[int], int, int, tuple[str, ...]]  # what `Decoding.add` is given
+
+
+@dataclass(kw_only=True)
+class AgentRow:
+    """What came of a sample. context_starts: the response tokens at which its contexts but the first begin.
+    components: of its reward, by name."""
+
+    said: Conversation
+    context_starts: list[int]
+    components: dict[str, float] = field(default_factory=dict)
+
+
+class Serving:
+    """The requests of one rank's samples, between its server and the decoding of its tensor group.
+
+    first, of: this rank's number in the group, and how many they are: numbers of requests differ over the group.
+    most_open: see `Sampling`.
+    """
+
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        agents: Agents,
+        server: AgentServer,
+        *,
+        first: int,
+        of: int,
+        most_open: int | None = None,
+    ) -> None:
+        self._recordings, self._agents, self._server = recordings, agents, server
+        self._ended: dict[int, AgentRow] = {}
+        self._calls, self._rows = itertools.count(), dict[int, int]()  # rows of the calls that have not ended
+        self._to_begin, self._most = deque(range(len(recordings))), most_open or len(recordings)
+        self._next, self._step = first, of
+        self._waiting: dict[int, tuple[Waiting, Asked]] = {}
+        self._looked_s = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        return self._agents.busy or bool(self._to_begin)
+
+    @property
+    def rows(self) -> list[AgentRow]:
+        """Those that have ended."""
+        return [self._ended[i] for i in sorted(self._ended)]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many have ended, of how many."""
+        return len(self._ended), len(self._recordings)
+
+    def begin_more(self) -> None:
+        """Begin samples that wait, as many as may be open."""
+        while self._to_begin and self._agents.open < self._most:
+            self.begin(self._to_begin.popleft())
+
+    def begin(self, i: int) -> None:
+        call = next(self._calls)
+        self._rows[call] = i
+        self._recordings[i].begin_again()
+        self._agents.begin(call, i, self._server.base_url, self._server.new_key(call))
+
+    def new(self, wait_s: float) -> list[New]:
+        """The requests that have come, as the engine takes them; waits until one has, or the time is over."""
+        come = list[Waiting]()
+        with suppress(queue.Empty):
+            while True:
+                come.append(self._server.requests.get(block=wait_s > 0, timeout=wait_s or None))
+                wait_s = 0.0
+        self._drop_gone()
+        return [new for waiting in come for new in self._taken(waiting)]
+
+    def _drop_gone(self) -> None:
+        """Drop the requests that nobody waits for, before they are asked again."""
+        for number in [number for number, (waiting, _) in self._waiting.items() if waiting.gone]:
+            self._drop(*self._waiting.pop(number))
+
+    def _drop(self, waiting: Waiting, asked: Asked) -> None:
+        if self._server.knows(waiting.call):
+            self._recordings[self._rows[waiting.call]].dropped(asked)
+            self._end_flood(waiting.call)
+
+    def _taken(self, waiting: Waiting) -> list[New]:
+        if not self._server.knows(waiting.call):
+            waiting.answer(wrong_key())
+            return []
+        if waiting.gone:
+            return []
+        try:
+            asked = self._recordings[self._rows[waiting.call]].ask(waiting.request)
+        except Refused as problem:
+            waiting.answer(problem)
+            self._end_flood(waiting.call)
+            return []
+        number, self._next = self._next, self._next + self._step
+        self._waiting[number] = waiting, asked
+        return [(number, asked.prompt_ids, asked.seed, asked.room, asked.stop)]
+
+    def _end_flood(self, call: int) -> None:
+        """Give a call up that goes on asking for nothing."""
+        if self._recordings[self._rows[call]].flooded:
+            self._server.forget(call)
+            self._agents.fail(
+                call, f"went on after {MOST_REFUSED} requests that were refused, or for whose answer it did not wait",
+                "a request that is refused is refused again, and an answer takes its time",
+                "look at the errors that it gets, and at its time limits",
+            )  # fmt: skip
+
+    def answer(self, response: Response) -> None:
+        """Record what was sampled, and send it; not where the request is another rank's, or was dropped."""
+        if response.row not in self._waiting:
+            return
+        waiting, asked = self._waiting.pop(response.row)
+        if waiting.gone:
+            self._drop(waiting, asked)
+        elif self._server.knows(waiting.call):
+            waiting.answer(self._recordings[self._rows[waiting.call]].answered(asked, response))
+        else:
+            waiting.answer(wrong_key())
+
+    def ended(self) -> None:
+        """Take in the functions that have ended."""
+        now_s = time.monotonic()
+        self._agents.excuse([w.call for w, _ in self._waiting.values() if not w.gone], now_s - self._looked_s)
+        self._looked_s = now_s
+        for call, outcome in self._agents.ended(0.0):
+            self._server.forget(call)
+            i = self._rows.pop(call)
+            if outcome.again:
+                self.begin(i)
+            else:
+                self._ended[i] = self._row(i, outcome)
+
+    def _row(self, i: int, outcome: Outcome) -> AgentRow:
+        recording, failure = self._recordings[i], outcome.failure
+        said, starts = recording.row()
+        if failure is None and recording.asked_nothing:
+            failure = self._agents.error(
+                i,
+                "asked the server for nothing",
+                "a sample has at least one answer to train on",
+                "ask for a chat completion, or a completion, before you return",
+            )
+        if failure is not None:
+            said.fail(failure)
+            return AgentRow(said=said, context_starts=starts)
+        said.rewards[-1], said.ending = outcome.reward, recording.ending
+        return AgentRow(said=said, context_starts=starts, components=dict(outcome.components))
+
+
+def serve(
+    engine: GenerationEngine,
+    serving: Serving,
+    sampling: Sampling,
+    *,
+    share: Share,
+    any_rank: Callable[[bool], bool],
+    progress: Callable[[int, int, int], None],
+    steps: int,
+) -> None:
+    """Let agents and engine work until each function has returned.
+
+    share, any_rank, steps: as in `converse`.
+    """
+    with engine.decoding(sampling) as decoding:
+
+        def new() -> list[Any]:
+            return serving.new(0.0 if decoding.open else WAIT_S)
+
+        while any_rank(serving.busy):
+            serving.begin_more()
+            for number, prompt_ids, seed, room, stop in share(new):
+                decoding.add(number, prompt_ids, seed, room, stop)
+            for _ in range(steps):
+                for response in decoding.step() if decoding.open else ():
+                    serving.answer(response)
+            serving.ended()
+            progress(*serving.counts, decoding.tokens)

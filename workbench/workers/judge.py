@@ -1,0 +1,124 @@
+"""The engine of a judge, on each rank of its pool: judgements of the rows of that rank, and scores of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from workbench.data.judge import GREEDY, JUDGEMENT, Judgement, asked, is_greedy
+from workbench.data.reward_function import Asking, RewardFunction
+from workbench.data.user_functions import Score
+from workbench.engines.generation import make_generation_engine
+from workbench.errors import RewardError
+from workbench.errors.plain_text import shown
+from workbench.models import load_tokenizer
+from workbench.models.spec import Model
+from workbench.models.tokenizers import render_prompt, special_tokens
+from workbench.support.seeds import derive_seed, turn_seed
+from workbench.workers.worker import Context
+
+
+class JudgeEngine:
+    """A generation engine with the weights of the judge's files."""
+
+    def __init__(self, spec: Model, context: Context) -> None:
+        assert spec.judge and spec.generation and spec.dtype
+        self._judging, self._context = spec.judge, context
+        self._tokenizer, self._longest = load_tokenizer(spec.judge.model), spec.generation.max_model_tokens
+        self.generator = make_generation_engine(
+            spec.judge.model, spec.generation, tokenizer=self._tokenizer, trainer=None,
+            dtype=getattr(torch, spec.dtype), device=context.device, threads=context.host.threads,
+        )  # fmt: skip
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it writes the same about a row whenever it is asked."""
+        return is_greedy(self._judging.sampling)
+
+    def judgements(self, rows: Mapping[int, Mapping[str, Any]], draw: int = 0) -> tuple[dict[int, str], dict[int, str]]:
+        """What the judge writes about each row, by its number; and why there is no judgement of a row, or no whole one.
+        draw: each is of other seeds. Called where ranks need not be in step."""
+        sampling = self._judging.sampling
+        texts = {i: asked(self._judging.rubric, row, special_tokens(self._tokenizer)) for i, row in rows.items()}
+        rendered = {i: render_prompt(self._tokenizer, text) for i, text in texts.items()}
+        missing = {
+            i: f"the judge is asked with {len(ids)} tokens, and its Generation.max_model_tokens is {self._longest}"
+            for i, ids in rendered.items()
+            if len(ids) >= self._longest
+        }
+        read = [i for i in rendered if i not in missing]
+        if not read:
+            return {}, missing
+        seeds = [turn_seed(derive_seed(self._judging.seed, texts[i]), draw) for i in read]
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            self._context.progress(done, total, tokens)
+            self._context.stopping.point()
+
+        with self._context.recorder.span("generate") as counted:
+            rollout = self.generator.generate([rendered[i] for i in read], sampling, seeds, progress)
+            counted.tokens = sum(map(len, rollout.response_ids))
+        written: dict[int, str] = {}
+        for i, ids, finished in zip(read, rollout.response_ids, rollout.finished, strict=True):
+            written[i] = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            if finished:
+                continue
+            limit, longer = f"Sampling.max_new_tokens={sampling.max_new_tokens}", "a larger max_new_tokens"
+            if len(ids) < sampling.max_new_tokens:
+                limit, longer = f"Generation.max_model_tokens={self._longest}", "a larger max_model_tokens"
+            missing[i] = (
+                f"the judgement is cut at {limit}, so it is not parsed: give the judge {longer}, or ask for a shorter "
+                f"judgement in the rubric{GREEDY * self.greedy}; it is {shown(written.pop(i), 2000)}"
+            )
+        return written, missing
+
+
+Ask = Callable[[Sequence[int], Asking], tuple[dict[int, Score], dict[int, RewardError]]]
+
+
+class JudgedRows:
+    """Rows of one stage with the judge's texts about them, which all functions of the stage share.
+
+    rows: what functions are given of each row, by its number. error: makes the error of a row without a judgement.
+    """
+
+    def __init__(
+        self, engine: JudgeEngine, rows: Mapping[int, dict[str, Any]], error: Callable[[str, int], RewardError]
+    ) -> None:
+        self._engine, self._rows, self._error = engine, rows, error
+        self._drawn: dict[tuple[int, int], tuple[str | None, str]] = {}  # by draw and row: a text, or why there is none
+
+    def scores(
+        self, function: RewardFunction, ask: Ask, asking: Asking
+    ) -> tuple[dict[int, Score], dict[int, RewardError]]:
+        """Of a function the scores, and the errors, by row. A row that fails is judged again with another seed, and the
+        function is called with that, as often as `asking` has retries. A greedy judge writes the same again: `parse` of
+        `wb.Judge` is not called again, and another function is called again with the same text."""
+        scores: dict[int, Score] = {}
+        errors: dict[int, RewardError] = {}
+        again, greedy = list(self._rows), self._engine.greedy
+        draws = 0 if greedy else asking.retries
+        retries = asking.retries if greedy and not isinstance(function, Judgement) else 0
+        for draw in range(draws + 1):
+            self._draw(again, draw)
+            texts = {i: text for i in again if (text := self._drawn[draw, i][0]) is not None}
+            for i, text in texts.items():
+                self._rows[i][JUDGEMENT] = text
+            most = asking.most if draw == draws else len(self._rows)
+            found, errors = ask(list(texts), replace(asking, retries=retries, most=most))
+            scores |= found
+            errors |= {i: self._error(self._drawn[draw, i][1], i) for i in again if i not in texts}
+            again = sorted(errors)
+            if not again:
+                break
+        for row in self._rows.values():  # functions that do not ask for it get none
+            row.pop(JUDGEMENT, None)
+        return scores, errors
+
+    def _draw(self, rows: Sequence[int], draw: int) -> None:
+        if new := [i for i in rows if (draw, i) not in self._drawn]:
+            written, missing = self._engine.judgements({i: self._rows[i] for i in new}, draw)
+            self._drawn |= {(draw, i): (written.get(i), missing.get(i, "")) for i in new}

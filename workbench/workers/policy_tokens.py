@@ -1,0 +1,132 @@
+"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds.
+
+Suffixes: B rows of a micro-batch, R response tokens of the longest, N packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.batches.columns import Ragged
+from workbench.messages.metrics import Metric
+from workbench.messages.shards import Shard
+from workbench.models.token_sets import TokenSets
+from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
+from workbench.workers.device_metrics import DeviceMetrics, OnDevice
+from workbench.workers.held_back import HELD_BACK
+from workbench.workers.micro_batches import MicroBatch, largest
+from workbench.workers.token_logits import OF_MODEL, of_model
+from workbench.workers.user_loss import Asked, TokenFunction, reported, selected
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTokens:
+    """The loss of a `Term`: `function`, weighted by `weights`, with the entropy bonus and the KL penalty.
+
+    batch: the shard; `function` reads its columns. on_policy, entropy_coefficient, kl_coefficient, kl: see
+    `update_actor`. weights: of the correction, a number a response token. held_back: which tokens a covariance loss
+    holds back.
+    """
+
+    batch: Shard
+    function: TokenFunction
+    on_policy: bool
+    entropy_coefficient: float
+    kl_coefficient: float
+    kl: KLLoss
+    weights: Ragged | None
+    held_back: Ragged | None
+
+    def inputs(
+        self, micro: MicroBatch, temperature: float, sets: Callable[[list[int]], TokenSets] | None
+    ) -> Mapping[str, Any]:
+        """What the module is given. sets: the tokens that could be drawn, of rollouts with a sampling mask."""
+        return micro.scored(temperature, self._with_entropy, sets, with_hidden=self._reads_model)
+
+    def __call__(self, micro: MicroBatch, output: tuple[Any, ...]) -> tuple[Tensor, DeviceMetrics]:
+        """The loss [B, R] and metrics, from the module's log-probabilities, entropies and what else was asked for."""
+        mask = self.function.mask
+        mask_BR = micro.mask_BR(mask)
+        mean = micro.mean_over(mask_BR)
+        log_probs_N, entropy_N, *read = output
+        log_probs_BR = selected(micro.to_BR(log_probs_N), micro.column_BR(mask).bool())
+        now_BR = log_probs_BR.detach()
+        old_BR = self._old(micro, now_BR)
+        given: dict[str, Any] = {"log_prob": log_probs_BR}
+        if old_BR is not None:
+            given["old_log_prob"] = old_BR
+        if self._with_entropy:
+            given["entropy"] = micro.to_BR(entropy_N)
+        if self._reads_model:
+            given |= of_model(micro, mask, self._asked, *read)
+        if self.held_back is not None:
+            given[HELD_BACK] = micro.column_BR(self.held_back)
+        loss_BR, told = self.function.of(micro, given)
+        if self.weights is not None:
+            loss_BR = loss_BR * micro.column_BR(self.weights)
+        metrics = self._metrics(micro, mask_BR, mean, now_BR, old_BR, told)
+        if self._with_entropy:
+            metrics["entropy"] = mean(given["entropy"])
+        if self.entropy_coefficient:
+            loss_BR = loss_BR - self.entropy_coefficient * given["entropy"]
+        if self.kl_coefficient:
+            ref_BR = micro.column_BR(self.batch.ragged("ref_log_prob"))
+            assert old_BR is not None  # an update with a penalty reads the column, or is on policy
+            kl_BR = kl_loss(log_probs_BR, old_BR, ref_BR, self.kl)
+            loss_BR = loss_BR + self.kl_coefficient * kl_BR
+            metrics["kl_loss"] = mean(kl_BR)
+        return loss_BR, metrics
+
+    @cached_property
+    def _asked(self) -> tuple[str, ...]:
+        return Asked.by(self.function.function).names
+
+    @property
+    def _with_entropy(self) -> bool:
+        return self.on_policy or self.entropy_coefficient != 0 or "entropy" in self._asked
+
+    @property
+    def _reads_model(self) -> bool:
+        return any(name in self._asked for name in OF_MODEL)
+
+    def _old(self, micro: MicroBatch, now_BR: Tensor) -> Tensor | None:
+        """Log-probabilities of before the update; None: the batch has none."""
+        if self.on_policy:
+            return now_BR
+        return micro.column_BR(self.batch.ragged("old_log_prob")) if "old_log_prob" in self.batch.columns else None
+
+    def _metrics(
+        self,
+        micro: MicroBatch,
+        mask_BR: Tensor,
+        mean: Callable[[Tensor], OnDevice],
+        now_BR: Tensor,
+        old_BR: Tensor | None,
+        told: dict[str, Tensor],
+    ) -> dict[str, Metric | OnDevice]:
+        """Of ratios, of what the function told, and of the distance from the old policy and from the rollout's."""
+        metrics: dict[str, Metric | OnDevice] = {}
+        if old_BR is not None:
+            ratio_BR = told.pop("ratio") if "ratio" in told else ratio_of(now_BR, old_BR)
+            metrics["ratio/mean"] = mean(ratio_BR)
+            metrics["ratio/max_deviation"] = largest(torch.where(mask_BR > 0, (ratio_BR - 1).abs(), 0.0))
+        metrics |= {name: reported(micro, values, mask_BR) for name, values in told.items()}
+        if old_BR is not None:
+            metrics["approximate_kl"] = mean(kl_estimate(old_BR, now_BR, "k3"))
+        if "rollout_log_prob" in self.batch.columns:
+            rollout_BR = micro.column_BR(self.batch.ragged("rollout_log_prob"))
+            # a selection, not a product: outside the mask the exponential may be infinite
+            gap_BR = torch.where(mask_BR > 0, now_BR - rollout_BR, 0.0)
+            metrics["rollout_ratio/max_deviation"] = largest((gap_BR.exp() - 1).abs())
+            if self.on_policy:
+                metrics["rollout_gap/mean"] = mean(gap_BR.abs())
+                metrics["rollout_gap/max"] = largest(gap_BR.abs())
+        if self.on_policy:
+            metrics["old_log_prob/mean"] = mean(now_BR)
+        return metrics

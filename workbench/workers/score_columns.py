@@ -1,0 +1,206 @@
+"""Columns of scores: their weighted sum, their means, and which tokens end a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from workbench.batches.columns import ColumnValues, Ragged
+from workbench.batches.scored_rows import ScoredRows
+from workbench.data.user_functions import Score, StepScores
+from workbench.errors import BadInput
+from workbench.messages.metrics import Interval, Mean, Metrics
+from workbench.messages.shards import Shard
+
+STEP_ENDS = "step_ends"
+
+
+def weighted(parts: Sequence[ColumnValues], weights: Sequence[float], mask: ColumnValues | None) -> ColumnValues:
+    """The weighted sum of columns of scores. Where some have a number a token, so has the sum, and a number a row
+    stands on the row's last token of the policy. mask: `response_mask`; None: all tokens are the policy's."""
+    first = next((part for part in parts if isinstance(part, Ragged)), None)
+    if first is not None:
+        parts = [part if isinstance(part, Ragged) else _at_last_token(part, first, mask) for part in parts]
+    values = [part.values if isinstance(part, Ragged) else part for part in parts]
+    total = torch.stack([weight * torch.as_tensor(part).double() for part, weight in zip(values, weights, strict=True)])
+    whole = total.sum(0).float()
+    if not torch.isfinite(whole).all():
+        rule = "with them a row's sum of components is more than a column of float32 can hold"
+        raise BadInput(f"weights {', '.join(f'{weight:g}' for weight in weights)}", rule, "give smaller weights")
+    return whole if first is None else first.like(whole)
+
+
+def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None) -> Ragged:
+    """One number a row as numbers a token, 0 but at the last token of the policy. A row without such a token has no
+    place for its number, as in `workbench.objectives.estimators.token_rewards`."""
+    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+    row_of_token = torch.repeat_interleave(torch.arange(len(like)), like.lengths)[chosen]
+    last = torch.full((len(like),), -1).scatter_reduce(0, row_of_token, chosen.nonzero()[:, 0], "amax")
+    values, placed = torch.zeros(len(like.values)), last >= 0
+    values[last[placed]] = torch.as_tensor(scores).float()[placed]
+    return like.like(values)
+
+
+def total_of(
+    column: str, parts: Sequence[ColumnValues], weights: Sequence[float], batch: Shard
+) -> dict[str, Any]:  # fmt: skip
+    """The columns and metrics of a weighted sum, see `weighted`."""
+    whole = zero_failed(weighted(parts, weights, batch.columns.get("response_mask")), batch.valid.tolist())
+    return {"columns": {column: whole}, **reported(column, whole, batch.valid, batch)}
+
+
+def reported(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> dict[str, Any]:
+    """What a rank says of scores beside their column: metrics, and rewards by prompt."""
+    return {
+        "metrics": score_metrics(column, scores, valid, batch),
+        "scored": _scored_rows(scores, valid, batch) if column == "rewards" else None,
+    }
+
+
+def _scored_rows(scores: ColumnValues, valid: Tensor, batch: Shard) -> ScoredRows | None:
+    """The rewards of the valid rows by prompt; None where the batch does not say which prompt a row has."""
+    if "prompt_uid" not in batch.columns:
+        return None
+    mask = batch.columns.get("response_mask")
+    if isinstance(mask, Ragged):
+        of_row = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
+        tokens = torch.bincount(of_row, mask.values.double(), minlength=len(mask)).long()
+    else:
+        tokens = batch.ragged("response_ids").lengths if "response_ids" in batch.columns else torch.zeros(len(batch))
+    kept = valid.bool().numpy()
+    return ScoredRows(
+        prompt_uid=batch.numbers("prompt_uid").numpy().astype(np.int64)[kept],
+        reward=np.asarray(_row_totals(scores), dtype=np.float64)[kept],
+        tokens=tokens.numpy().astype(np.int64)[kept],
+    )
+
+
+def score_metrics(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> Metrics:
+    """The mean score of the valid rows, and where the batch says which rows are of one prompt, half the width of its
+    95 % interval with prompts as clusters: samples of a prompt are not independent of each other."""
+    found: Metrics = {f"{column}/mean": Mean(total=total(scores, valid), count=int(valid.sum()))}
+    if "prompt_uid" in batch.columns:
+        of_rows = _row_totals(scores)
+        clusters: dict[int, tuple[float, float]] = {}
+        for uid, score, right in zip(batch.numbers("prompt_uid").tolist(), of_rows, valid.tolist(), strict=True):
+            if right:
+                sum_before, count = clusters.get(uid, (0.0, 0.0))
+                clusters[uid] = (sum_before + score, count + 1)
+        found[f"{column}/interval95"] = Interval(clusters=clusters)
+    return found
+
+
+def _row_totals(column: ColumnValues) -> list[float]:
+    """The score of each row: of numbers a token their sum."""
+    if not isinstance(column, Ragged):
+        return torch.as_tensor(column).double().tolist()
+    rows = torch.repeat_interleave(torch.arange(len(column)), column.lengths)
+    return torch.zeros(len(column), dtype=torch.float64).index_add(0, rows, column.values.double()).tolist()
+
+
+def zero_failed(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
+    keep = torch.tensor(list(right), dtype=torch.bool)
+    if isinstance(column, Ragged):
+        return column.like(torch.where(torch.repeat_interleave(keep, column.lengths), column.values, 0.0))
+    return torch.where(keep, torch.as_tensor(column), 0.0)
+
+
+def total(column: ColumnValues, valid: Tensor) -> float:
+    if isinstance(column, Ragged):
+        return float(column.values[torch.repeat_interleave(valid, column.lengths)].double().sum())
+    return float(torch.as_tensor(column)[valid].double().sum())
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[list[int], list[str]]]:
+    """Of each response the last token of each step, and the step's text.
+
+    A step ends with the token in which `text` is complete, and the last one with the last token of the policy. Blanks
+    are no step of their own, but the beginning of the next one. Tokens that the policy did not choose are in no step.
+    """
+    told: Pieces = {}
+    found = []
+    masks = batch.ragged("response_mask").rows() if "response_mask" in batch.columns else None
+    for i, response in enumerate(batch.ragged("response_ids").rows()):
+        places = range(len(response)) if masks is None else masks[i].nonzero()[:, 0].tolist()
+        ends: list[int] = []
+        steps: list[str] = []
+        said = ""
+        pieces = text_of_tokens(tokenizer, response[list(places)].tolist(), told)
+        for t, piece in zip(places, pieces, strict=True):
+            said += piece
+            if t == places[-1] or text in said.lstrip():
+                ends, steps, said = [*ends, t], [*steps, said], ""
+        found.append((ends, steps))
+    return found
+
+
+Pieces = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, bool]]
+MOST_OF_A_CHARACTER = 8  # tokens
+
+
+def text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], told: Pieces) -> list[str]:
+    """The text that each token adds to those before it; together the text of all. Special tokens add none.
+
+    A token alone need not be text: a character may have several tokens, and counts as the last one's, and a space may
+    show only behind another token. So a token is decoded behind those that came before it. told: what was decoded.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    plain = [t for t, token in enumerate(ids) if token not in special]
+    pieces, before, since = [""] * len(ids), 0, 0  # tokens from `since` on have shown no text yet
+    for end, t in enumerate(plain, 1):
+        known, new = (tuple(ids[place] for place in plain[a:b]) for a, b in ((before, since), (since, end)))
+        if (known, new) not in told:
+            text = _decoded(tokenizer, known + new)[len(_decoded(tokenizer, known)) :]
+            part = text.endswith("\ufffd") and len(new) < MOST_OF_A_CHARACTER
+            told[known, new] = text, not text or part
+        text, waits = told[known, new]
+        if not waits or end == len(plain):
+            pieces[t], before, since = text, since, end
+    return pieces
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def step_ends_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> Ragged:
+    """1 on the last token of each step, see `steps_of`."""
+    like, rows = batch.ragged("response_ids"), []
+    for tokens, (ends, _) in zip(like.lengths.tolist(), steps_of(batch, tokenizer, text), strict=True):
+        row = torch.zeros(tokens, dtype=torch.bool)
+        row[ends] = True
+        rows.append(row)
+    return Ragged.of(rows, torch.bool)
+
+
+def step_ends(
+    batch: Shard, asked: Sequence[int], scores: Sequence[Mapping[int, Score]], before: ColumnValues | None
+) -> Ragged:
+    """1 on the last token of each step: a number a response is a step of all of it, and in a list of a number a token
+    each token is one. scores: of each component. before: the column of rows that are not asked."""
+    mask = batch.columns.get("response_mask")
+    like = batch.ragged("response_ids")
+    chosen = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(like.values), dtype=torch.bool)
+    ends = before.values.bool().clone() if isinstance(before, Ragged) else torch.zeros_like(chosen)
+    starts = (like.lengths.cumsum(0) - like.lengths).tolist()
+    for i, start, tokens in zip(range(len(batch)), starts, like.lengths.tolist(), strict=True):
+        if i not in asked:
+            continue
+        ends[start : start + tokens] = False
+        for of_component in scores:
+            score = of_component.get(i)
+            if isinstance(score, StepScores):
+                ends[[start + end for end in score.ends]] = True
+            elif isinstance(score, list):
+                ends[start : start + tokens] = True
+            elif score is not None and (inside := chosen[start : start + tokens].nonzero()).numel():
+                ends[start + int(inside[-1])] = True
+    return like.like(ends & chosen)

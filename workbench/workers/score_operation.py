@@ -1,0 +1,116 @@
+"""What an operation that scores responses reads and writes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from workbench.batches.schema import SCHEMA, STATUS
+from workbench.data.batched import over_of
+from workbench.data.judge import JUDGEMENT
+from workbench.data.reward_function import RewardFunction, Weight, check_function, check_parameters
+from workbench.data.user_functions import RAW_RESPONSE, asks_for
+from workbench.errors import BadInput
+from workbench.messages.operation import ALL_TEXT, register
+from workbench.messages.protocols import THREE_D_PROTO
+from workbench.models.spec import Model
+from workbench.objectives.arguments import within
+from workbench.support.calls.pickling import name_of
+from workbench.support.validation import Rule, at_least, whole
+from workbench.workers.score_columns import STEP_ENDS
+from workbench.workers.scoring import (
+    check_same_components,
+    check_weights,
+    component_columns,
+    components_of,
+    notes_columns,
+    row_numbers,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+TOKENS = ("prompt_ids", "response_ids")
+OF_ROW = (ALL_TEXT, "environment_rewards")  # what a function may be given beside prompt and response
+_NUMBERS = set(SCHEMA) - set(OF_ROW)  # columns that no function is given
+# a function, or components: functions by name, each alone or with its weight
+RewardFunctions = Annotated[
+    RewardFunction | Mapping[Annotated[str, Field(pattern=r"^\w+$")], RewardFunction | tuple[RewardFunction, Weight]],
+    Rule(
+        "must be a function, or functions by name (letters, digits, _), each alone or as (function, finite weight)",
+        'write {"right": right, "format": (tidy, 0.2)}',
+    ),
+]
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    whole("concurrency", arguments["concurrency"], 1)
+    at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
+    whole("retries", arguments["retries"], 0)
+    within("most_failed", arguments["most_failed"], 0, 1)
+    row_numbers(arguments["only"])
+    if arguments.get("steps") == "":
+        raise BadInput("steps=''", "steps end with a text, or the function says where (True)", "write steps='\\n\\n'")
+    if arguments["function"] is not None:
+        if not components_of(arguments["function"]):
+            raise BadInput("function={}", "components by name", 'write function={"right": right}')
+        for function, _ in components_of(arguments["function"]).values():
+            check_function(function)
+
+
+def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns: Collection[str]) -> None:
+    if arguments["function"] is None:
+        if arguments.get("steps") is True:
+            raise BadInput("steps=True without a function", "a model does not say where steps end", "give their text")
+        if arguments["only"] is not None:
+            raise BadInput("only= without a function", "a model scores all rows, and fails for none", "leave it out")
+        return
+    if arguments["only"] is not None:
+        check_same_components(column, arguments["function"], columns)
+    given = {
+        "prompt",
+        "response",
+        *RAW_RESPONSE,
+        *(["steps"] if isinstance(arguments.get("steps"), str) else []),
+        *([JUDGEMENT] if model.judge is not None else []),
+        *(name for name in columns if name not in _NUMBERS and "/" not in name),
+    }
+    for function, _ in components_of(arguments["function"]).values():
+        check_parameters(function, sorted(given))
+        if over_of(function) is not None and asks_for(function, JUDGEMENT):
+            raise BadInput(f"{name_of(function)} over many rows", "a judgement is of one row", "take wb.batched off")
+        if over_of(function) == "group" and "prompt_uid" not in columns:
+            raise BadInput(
+                f"{name_of(function)} over groups, of a batch without 'prompt_uid'",
+                "that column says which rows are of one prompt", "take a batch of lab.prompts.next(n), or put it",
+            )  # fmt: skip
+
+
+def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*OF_ROW, "response_mask", "prompt_uid", *(STATUS if arguments["function"] is not None else ("valid",)))
+
+
+def scoring_stage(column: str) -> Callable[[F], F]:
+    """An operation that writes a column of scores. Functions write beside it which rows failed, and components."""
+
+    def own(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        more = (*notes_columns(column, arguments["function"]), *([STEP_ENDS] if arguments.get("steps") else []))
+        return (column, *component_columns(column, arguments["function"]), *more)
+
+    def writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*own(arguments), *STATUS) if arguments["function"] is not None else own(arguments)
+
+    def reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        return TOKENS if arguments["only"] is None else (*TOKENS, *own(arguments))
+
+    def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        # ends of steps that an earlier call wrote, which do not hold for the new rewards
+        stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
+        return (*_optional(arguments), *([STEP_ENDS] if stale else []))
+
+    return register(
+        THREE_D_PROTO, reads=reads, optional=optional, writes=writes, minibatched=True, check=_check,
+        check_columns=partial(_check_row, column), check_model=check_weights,
+        by_hand=lambda arguments: arguments["only"] is not None,
+    )  # fmt: skip
