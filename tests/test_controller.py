@@ -37,23 +37,24 @@ def test_roles_are_attributes_and_complete_with_tab(tmp_path: Path) -> None:
         assert not hasattr(lab, "critic")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("prompts", ["a"], r"lab\.prompts = \['a'\].*wb\.open\(\.\.\., prompts=source\).*lab\.evaluate"),
-        ("training", 5, r"lab\.training = 5.*lab\.actor\.training"),
-        ("foo", 5, r"lab\.foo = 5.*no stage would read it.*in a variable"),
-        ("promts", ["a"], r"lab\.promts = .*prompts"),
-        ("actor", 5, r"lab\.actor = 5.*models="),
-        ("move", 5, r"lab\.move = 5"),
-        ("iteration", 5, r"lab\.iteration = 5"),
-    ],
-)
-def test_what_no_stage_would_read_cannot_be_assigned(plain: wb.Workbench, name: str, value: Any, says: str) -> None:
-    before = getattr(plain, name, None)
-    with pytest.raises(BadInput, match=says):
-        setattr(plain, name, value)
-    assert getattr(plain, name, None) == before
+NOT_ASSIGNED: list[tuple[str, Any, str]] = [
+    ("prompts", ["a"], r"lab\.prompts = \['a'\].*wb\.open\(\.\.\., prompts=source\).*lab\.evaluate"),
+    ("training", 5, r"lab\.training = 5.*lab\.actor\.training"),
+    ("foo", 5, r"lab\.foo = 5.*no stage would read it.*in a variable"),
+    ("promts", ["a"], r"lab\.promts = .*prompts"),
+    ("actor", 5, r"lab\.actor = 5.*models="),
+    ("move", 5, r"lab\.move = 5"),
+    ("iteration", 5, r"lab\.iteration = 5"),
+]
+
+
+def test_what_no_stage_would_read_cannot_be_assigned(plain: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for name, value, says in NOT_ASSIGNED:
+        with subtests.test(name=name, value=value):
+            before = getattr(plain, name, None)
+            with pytest.raises(BadInput, match=says):
+                setattr(plain, name, value)
+            assert getattr(plain, name, None) == before
 
 
 def test_what_has_a_setter_can_be_assigned(plain: wb.Workbench) -> None:

@@ -105,8 +105,14 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         names["lab"].close()
 
 
-@pytest.mark.parametrize("title", CLAIMS)
-def test_a_snippet_gives_what_its_text_says(title: str, opened: dict[str, Any]) -> None:
+def test_the_snippets_give_what_their_text_says(opened: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for title in CLAIMS:
+        with subtests.test(title):
+            assert_claim(title, opened)
+
+
+def assert_claim(title: str, opened: dict[str, Any]) -> None:
+    """Run the snippet, and close what it has opened."""
     text = code(SECTIONS[title])
     if "prompts.parquet" in text:
         text = readable(text, opened["pd"])
@@ -130,6 +136,7 @@ def readable(text: str, pandas: Any) -> str:
     return text.replace('"prompts.parquet"', '"prompts.json"')
 
 
+@pytest.mark.thorough  # attaching: tests/kernel/test_attach.py
 def test_a_workbench_of_two_devices_is_left_by_its_kernel_and_found_again(tmp_path: Path) -> None:
     first, then = (code(SECTIONS[title]) for title in ON_RAY)
     before = code(OPENING).partition("lab = ")[0]  # the names that a workbench is opened with

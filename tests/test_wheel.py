@@ -150,6 +150,7 @@ def test_the_program_starts_from_the_wheel(installed: Path, tmp_path: Path) -> N
     assert isinstance(json.loads(run(installed / "wb", "ls", "--json", cwd=tmp_path)), list)
 
 
+@pytest.mark.thorough  # imports mypy anew
 def test_a_type_checker_sees_the_types_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(TYPED)

@@ -150,15 +150,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("once", [True, False])
-def test_a_wrong_value_changes_nothing(lab: Any, wrong: tuple[str, str, Any], once: bool) -> None:
-    ppo, events = ppo_of(lab), len(lab.history.changes())
-    before = [stage.kwargs for stage in ppo.graph().stages]
-    with pytest.raises(BadInput, match=rf"(?s){WRONG[wrong]}"):
-        ppo.change_argument(*wrong, once=once)
-    assert [stage.kwargs for stage in ppo.graph().stages] == before
-    assert len(lab.history.changes()) == events
+def test_a_wrong_value_changes_nothing(lab: Any, subtests: pytest.Subtests) -> None:
+    for once in [True, False]:
+        for wrong in WRONG:
+            with subtests.test(wrong=wrong, once=once):
+                ppo, events = ppo_of(lab), len(lab.history.changes())
+                before = [stage.kwargs for stage in ppo.graph().stages]
+                with pytest.raises(BadInput, match=rf"(?s){WRONG[wrong]}"):
+                    ppo.change_argument(*wrong, once=once)
+                assert [stage.kwargs for stage in ppo.graph().stages] == before
+                assert len(lab.history.changes()) == events
 
 
 def test_changes_are_recorded(lab: Any) -> None:

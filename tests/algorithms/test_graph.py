@@ -107,25 +107,26 @@ def test_stages_are_replaced_inserted_and_removed_by_name(lab: wb.Workbench) -> 
     assert algorithm.graph()["update_actor"].kwargs["clip"] == 0.05
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda a: a.remove("compute_values"), r"stage 'compute_advantages' would read column 'values'"),
-        (lambda a: a.remove("compute_valuse"), r"stage 'compute_valuse'.*PPO has prompts, generate_sequences"),
-        (lambda a: a.remove("prompts"), "nothing comes before it"),
-        (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
-        (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
-        (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
-        (lambda a: a.insert(3, after="prompts", name="three"), "function=3. must be a function"),
-        (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
-    ],
-)
-def test_edits_that_cannot_be_are_refused_and_change_nothing(lab: wb.Workbench, edit: Any, message: str) -> None:
-    algorithm = wb.PPO(lab)
-    before = algorithm.graph()
-    with pytest.raises(BadInput, match=message):
-        edit(algorithm)
-    assert algorithm.graph().names == before.names
+EDITS: list[tuple[Any, str]] = [
+    (lambda a: a.remove("compute_values"), r"stage 'compute_advantages' would read column 'values'"),
+    (lambda a: a.remove("compute_valuse"), r"stage 'compute_valuse'.*PPO has prompts, generate_sequences"),
+    (lambda a: a.remove("prompts"), "nothing comes before it"),
+    (lambda a: a.replace("update_actor", epochs=0), "epochs=0"),
+    (lambda a: a.replace("update_actor", clipp=0.1), "clipp"),
+    (lambda a: a.replace("prompts", m=3), r"prompts with m.*it takes n"),
+    (lambda a: a.insert(3, after="prompts", name="three"), "function=3. must be a function"),
+    (lambda a: a.insert(len, after="prompts", name="compute_values"), "a second stage 'compute_values'"),
+]
+
+
+def test_edits_that_cannot_be_are_refused_and_change_nothing(lab: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for edit, message in EDITS:
+        with subtests.test(edit=edit, message=message):
+            algorithm = wb.PPO(lab)
+            before = algorithm.graph()
+            with pytest.raises(BadInput, match=message):
+                edit(algorithm)
+            assert algorithm.graph().names == before.names
 
 
 @dataclass

@@ -58,11 +58,12 @@ def loads_rightly(lab: wb.Workbench, path: Path) -> bool:
     return True
 
 
-def test_a_flipped_bit_anywhere_is_seen(lab: wb.Workbench, saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_flipped_bit_anywhere_is_seen(lab: wb.Workbench, saved: Path, tmp_path: Path, step: int) -> None:
     whole, path = saved.read_bytes(), tmp_path / "flipped"
     assert loads_rightly(lab, saved)
     harmless = []
-    for place in range(len(whole)):
+    for place in range(0, len(whole), step):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
@@ -71,9 +72,10 @@ def test_a_flipped_bit_anywhere_is_seen(lab: wb.Workbench, saved: Path, tmp_path
     assert len(harmless) < 8, harmless  # the padding of the header, which says nothing
 
 
-def test_a_file_that_was_cut_anywhere_is_refused(lab: wb.Workbench, saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_file_that_was_cut_anywhere_is_refused(lab: wb.Workbench, saved: Path, tmp_path: Path, step: int) -> None:
     whole, path = saved.read_bytes(), tmp_path / "cut"
-    for length in range(len(whole)):
+    for length in range(0, len(whole), step):
         path.write_bytes(whole[:length])
         assert not loads_rightly(lab, path), length
 
@@ -93,29 +95,28 @@ def header_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda h: "no json", lambda h: "[1]", lambda h: "null", lambda h: "{}", lambda h: "[" * 100_000,
-        lambda h: {**h, "format": "2"}, lambda h: {**h, "format": None}, lambda h: {**h, "format": 0},
-        lambda h: {**h, "format": 3}, lambda h: {**h, "rows": 0}, lambda h: {**h, "rows": -1},
-        lambda h: {**h, "rows": 10**12}, lambda h: {**h, "rows": "2"}, lambda h: {**h, "columns": []},
-        lambda h: {**h, "columns": {}}, lambda h: {**h, "columns": {"rewards": "matrix"}},
-        lambda h: {**h, "columns": {**h["columns"], "rewards": "ragged"}},
-        lambda h: {**h, "columns": {**h["columns"], "rewards": "list"}},
-        lambda h: {**h, "columns": {**h["columns"], "text": "tensor"}},
-        lambda h: {**h, "columns": {**h["columns"], "more": "tensor"}}, lambda h: {**h, "meta": [1]},
-        lambda h: {**h, "meta": {"iteration": "x"}}, lambda h: {**h, "vocabulary": "x"},
-        lambda h: {**h, "vocabulary": {"name": "x"}}, lambda h: {**h, "digests": {}},
-        lambda h: {**h, "digests": dict.fromkeys(h["digests"], 5)}, lambda h: {**h, "more": 1},
-        lambda h: {name: value for name, value in h.items() if name != "digests"},
-    ],
-)  # fmt: skip
-def test_headers_of_somebody_else(
-    lab: wb.Workbench, saved: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]
-) -> None:
-    assert loads_rightly(lab, written(tmp_path / "same", saved, header_of(saved)))
-    assert not loads_rightly(lab, written(tmp_path / "other", saved, change(header_of(saved))))
+OTHER_HEADERS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda h: "no json", lambda h: "[1]", lambda h: "null", lambda h: "{}", lambda h: "[" * 100_000,
+    lambda h: {**h, "format": "2"}, lambda h: {**h, "format": None}, lambda h: {**h, "format": 0},
+    lambda h: {**h, "format": 3}, lambda h: {**h, "rows": 0}, lambda h: {**h, "rows": -1},
+    lambda h: {**h, "rows": 10**12}, lambda h: {**h, "rows": "2"}, lambda h: {**h, "columns": []},
+    lambda h: {**h, "columns": {}}, lambda h: {**h, "columns": {"rewards": "matrix"}},
+    lambda h: {**h, "columns": {**h["columns"], "rewards": "ragged"}},
+    lambda h: {**h, "columns": {**h["columns"], "rewards": "list"}},
+    lambda h: {**h, "columns": {**h["columns"], "text": "tensor"}},
+    lambda h: {**h, "columns": {**h["columns"], "more": "tensor"}}, lambda h: {**h, "meta": [1]},
+    lambda h: {**h, "meta": {"iteration": "x"}}, lambda h: {**h, "vocabulary": "x"},
+    lambda h: {**h, "vocabulary": {"name": "x"}}, lambda h: {**h, "digests": {}},
+    lambda h: {**h, "digests": dict.fromkeys(h["digests"], 5)}, lambda h: {**h, "more": 1},
+    lambda h: {name: value for name, value in h.items() if name != "digests"},
+]  # fmt: skip
+
+
+def test_headers_of_somebody_else(lab: wb.Workbench, saved: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for change in OTHER_HEADERS:
+        with subtests.test(change=change):
+            assert loads_rightly(lab, written(tmp_path / "same", saved, header_of(saved)))
+            assert not loads_rightly(lab, written(tmp_path / "other", saved, change(header_of(saved))))
 
 
 def test_a_later_format_says_so(lab: wb.Workbench, saved: Path, tmp_path: Path) -> None:
@@ -140,27 +141,26 @@ def test_an_old_file_is_read_with_a_note(
     assert "digests" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("prompt_ids.values", torch.tensor([5, 6, -1]), "token id -1 in row 1"),
-        ("prompt_ids.values", torch.tensor([5, 6, 264]), "token id 264 in row 1.*ids 0 to 263"),
-        ("prompt_ids.values", torch.tensor([5.0, 6.0, 7.0], dtype=torch.float64), "'prompt_ids' is float64.*int64"),
-        ("prompt_ids.lengths", torch.tensor([1, 1]), "rows of 'prompt_ids' do not add up"),
-        ("prompt_ids.lengths", torch.tensor([1, 2], dtype=torch.int32), "'prompt_ids.lengths' is I32"),
-        ("prompt_ids.lengths", torch.tensor([1, 2, 0]), r"'prompt_ids.lengths' is I64 \[3\] in a batch of 2 rows"),
-        ("rewards.values", torch.ones(3), r"'rewards.values' is F32 \[3\] in a batch of 2 rows"),
-        ("rewards.values", torch.tensor(1.0), r"'rewards.values' is F32 \[\]"),
-        ("text.values", torch.tensor([34, 97, 34, *[255] * 14], dtype=torch.uint8), "column 'text' is no JSON"),
-    ],
-)
-def test_tensors_of_somebody_else(
-    lab: wb.Workbench, saved: Path, tmp_path: Path, name: str, values: torch.Tensor, message: str
-) -> None:
-    with pytest.raises(BadInput, match=message):
-        lab.load(old(saved, tmp_path / "old", {**load_file(saved), name: values}))
-    with expect_error(BadInput, value="is damaged"):
-        lab.load(written(tmp_path / "new", saved, header_of(saved), tensors={**load_file(saved), name: values}))
+OTHER_TENSORS: list[tuple[str, torch.Tensor, str]] = [
+    ("prompt_ids.values", torch.tensor([5, 6, -1]), "token id -1 in row 1"),
+    ("prompt_ids.values", torch.tensor([5, 6, 264]), "token id 264 in row 1.*ids 0 to 263"),
+    ("prompt_ids.values", torch.tensor([5.0, 6.0, 7.0], dtype=torch.float64), "'prompt_ids' is float64.*int64"),
+    ("prompt_ids.lengths", torch.tensor([1, 1]), "rows of 'prompt_ids' do not add up"),
+    ("prompt_ids.lengths", torch.tensor([1, 2], dtype=torch.int32), "'prompt_ids.lengths' is I32"),
+    ("prompt_ids.lengths", torch.tensor([1, 2, 0]), r"'prompt_ids.lengths' is I64 \[3\] in a batch of 2 rows"),
+    ("rewards.values", torch.ones(3), r"'rewards.values' is F32 \[3\] in a batch of 2 rows"),
+    ("rewards.values", torch.tensor(1.0), r"'rewards.values' is F32 \[\]"),
+    ("text.values", torch.tensor([34, 97, 34, *[255] * 14], dtype=torch.uint8), "column 'text' is no JSON"),
+]
+
+
+def test_tensors_of_somebody_else(lab: wb.Workbench, saved: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, values, message in OTHER_TENSORS:
+        with subtests.test(name=name, values=values):
+            with pytest.raises(BadInput, match=message):
+                lab.load(old(saved, tmp_path / "old", {**load_file(saved), name: values}))
+            with expect_error(BadInput, value="is damaged"):
+                lab.load(written(tmp_path / "new", saved, header_of(saved), tensors={**load_file(saved), name: values}))
 
 
 def test_an_interrupt_leaves_the_old_file_or_the_whole_new_one(

@@ -40,58 +40,64 @@ def with_number(column: ColumnValues, value: float) -> ColumnValues:
     return column.like(changed) if isinstance(column, Ragged) else changed
 
 
-@pytest.mark.parametrize("name", [name for name, schema in SCHEMA.items() if schema.holds != "text"])
-def test_what_is_right_passes(name: str) -> None:
-    check_columns({name: right(name)}, range(3), LIMITS)
-    check_columns({name: right(name), "prompt_ids": Ragged.of([[1]] * 3, torch.int64)}, range(3), LIMITS)
+def names(*holds: str) -> list[str]:
+    """The columns that hold such values."""
+    return [name for name, schema in SCHEMA.items() if schema.holds in holds]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("name", [name for name, schema in SCHEMA.items() if schema.holds == "numbers"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_numbers_are_finite(name: str, value: float, dtype: torch.dtype) -> None:
-    column = with_number(right(name), value)
-    column = column.like(column.values.to(dtype)) if isinstance(column, Ragged) else column.to(dtype)  # type: ignore[union-attr]
-    with pytest.raises(BadInput, match=f"column '{name}' holds {value} in row 12.*its numbers are finite"):
-        check_columns({name: column}, [10, 11, 12], LIMITS)
-
-
-@pytest.mark.parametrize("value", [7, -1, 0.5, NAN])
-@pytest.mark.parametrize("name", ["response_mask", "finished"])
-def test_masks_are_zeros_and_ones(name: str, value: float) -> None:
-    with pytest.raises(BadInput, match=f"column '{name}' holds {float(value)} in row 2.*and 0 on the others"):
-        check_columns({name: with_number(right(name), value)}, range(3), LIMITS)
-
-
-@pytest.mark.parametrize("token_id", [-1, 264, 2**40])
-@pytest.mark.parametrize("name", [name for name, schema in SCHEMA.items() if schema.holds == "token ids"])
-def test_token_ids_are_the_models(name: str, token_id: int) -> None:
-    with pytest.raises(BadInput, match=f"column '{name}' has token id {token_id} in row 2.*ids 0 to 263"):
-        check_columns({name: with_number(right(name), token_id)}, range(3), LIMITS)
-    with pytest.raises(BadInput, match=f"column '{name}' is float32.*token ids, of int64"):
-        check_columns({name: with_number(right(name), 5.5)}, range(3), LIMITS)
+def test_what_is_right_passes() -> None:
+    for name in set(SCHEMA) - set(names("text")):
+        check_columns({name: right(name)}, range(3), LIMITS)
+        check_columns({name: right(name), "prompt_ids": Ragged.of([[1]] * 3, torch.int64)}, range(3), LIMITS)
 
 
 @pytest.mark.parametrize(
-    ("name", "column", "message"),
-    [
-        ("rewards", torch.ones(3, 1), r"'rewards' is a Tensor \[rows, 1\].*x\[:, 0\]"),
-        ("rewards", torch.ones(3, 4), r"'rewards' is a Tensor \[rows, 4\]"),
-        ("rewards", ["good"] * 3, "'rewards' is a list of str"),
-        ("rewards", torch.ones(3, dtype=torch.complex64), "'rewards' is complex64"),
-        ("values", torch.ones(3), r"'values' is a Tensor \[rows\].*repeat_interleave"),
-        ("values", Ragged(torch.ones(3, 2), torch.ones(3, dtype=torch.int64)), "'values' is a Ragged"),
-        ("final_values", Ragged.of([[1.0]] * 3, torch.float32), "'final_values' is a Ragged"),
-        ("prompt_ids", torch.ones(3, 4, dtype=torch.int64), r"'prompt_ids' is a Tensor \[rows, 4\].*Ragged.of"),
-        ("prompt_ids", Ragged.of([[1]] * 3, torch.int32), "'prompt_ids' is int32.*int64"),
-        ("prompt_ids", Ragged.of([[1], [], [1]], torch.int64), "'prompt_ids' has no token in row 1"),
-        ("chosen_ids", Ragged.of([[1], [], [1]], torch.int64), "'chosen_ids' has no token in row 1"),
-        ("prompt_uid", torch.ones(3), "'prompt_uid' is float32.*integer"),
-    ],
-)  # fmt: skip
-def test_dtype_and_shape(name: str, column: ColumnValues, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        check_columns({name: column}, range(3), LIMITS)
+    ("value", "dtype"), [(NAN, torch.float32), (INF, torch.float64), (-INF, torch.bfloat16)], ids=str
+)
+def test_numbers_are_finite(value: float, dtype: torch.dtype) -> None:
+    for name in names("numbers"):
+        column: Any = with_number(right(name), value)
+        column = column.like(column.values.to(dtype)) if isinstance(column, Ragged) else column.to(dtype)
+        with expect_error(BadInput, value=f"column '{name}' holds {value} in row 12", rule="its numbers are finite"):
+            check_columns({name: column}, [10, 11, 12], LIMITS)
+
+
+def test_masks_are_zeros_and_ones() -> None:
+    for name in ("response_mask", "finished"):
+        for value in (7, -1, 0.5, NAN):
+            with pytest.raises(BadInput, match=f"column '{name}' holds {float(value)} in row 2.*and 0 on the others"):
+                check_columns({name: with_number(right(name), value)}, range(3), LIMITS)
+
+
+def test_token_ids_are_the_models() -> None:
+    for name in names("token ids"):
+        for token_id in (-1, 264, 2**40):
+            with pytest.raises(BadInput, match=f"column '{name}' has token id {token_id} in row 2.*ids 0 to 263"):
+                check_columns({name: with_number(right(name), token_id)}, range(3), LIMITS)
+        with pytest.raises(BadInput, match=f"column '{name}' is float32.*token ids, of int64"):
+            check_columns({name: with_number(right(name), 5.5)}, range(3), LIMITS)
+
+
+WRONG_COLUMNS: list[tuple[str, ColumnValues, str]] = [
+    ("rewards", torch.ones(3, 1), r"'rewards' is a Tensor \[rows, 1\].*x\[:, 0\]"),
+    ("rewards", torch.ones(3, 4), r"'rewards' is a Tensor \[rows, 4\]"),
+    ("rewards", ["good"] * 3, "'rewards' is a list of str"),
+    ("rewards", torch.ones(3, dtype=torch.complex64), "'rewards' is complex64"),
+    ("values", torch.ones(3), r"'values' is a Tensor \[rows\].*repeat_interleave"),
+    ("values", Ragged(torch.ones(3, 2), torch.ones(3, dtype=torch.int64)), "'values' is a Ragged"),
+    ("final_values", Ragged.of([[1.0]] * 3, torch.float32), "'final_values' is a Ragged"),
+    ("prompt_ids", torch.ones(3, 4, dtype=torch.int64), r"'prompt_ids' is a Tensor \[rows, 4\].*Ragged.of"),
+    ("prompt_ids", Ragged.of([[1]] * 3, torch.int32), "'prompt_ids' is int32.*int64"),
+    ("prompt_ids", Ragged.of([[1], [], [1]], torch.int64), "'prompt_ids' has no token in row 1"),
+    ("chosen_ids", Ragged.of([[1], [], [1]], torch.int64), "'chosen_ids' has no token in row 1"),
+    ("prompt_uid", torch.ones(3), "'prompt_uid' is float32.*integer"),
+]  # fmt: skip
+
+
+def test_dtype_and_shape(subtests: pytest.Subtests) -> None:
+    for name, column, message in WRONG_COLUMNS:
+        with subtests.test(name=name, column=column), pytest.raises(BadInput, match=message):
+            check_columns({name: column}, range(3), LIMITS)
 
 
 def test_columns_of_a_response_are_equally_long() -> None:

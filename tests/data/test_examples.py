@@ -33,29 +33,29 @@ def text(ids: list[int]) -> str:
     return str(load_tokenizer(TINY).decode(ids))
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "answers"),
-    [
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "a", ("b", "")),
-        ({"question": "a", "chosen": [said("b")], "rejected": [said("c")]}, "a", ("b", "c")),
-        ({"prompt": [USER], "chosen": "b", "rejected": "c"}, [USER], ("b", "c")),
-        ({"chosen": [USER, said("b")], "rejected": [USER, said("c")]}, [USER], ("b", "c")),
-        ({"chosen": [USER, said("b")], "rejected": [USER, said("b")]}, [USER], ("b", "b")),
-        ({"chosen": HH + " I am.", "rejected": HH + " I was."}, HH, (" I am.", " I was.")),
-        ({"chosen": HH, "rejected": HH + " I."}, HH, ("", " I.")),
-        # the last turns are not alike: what is shared ends with an earlier answer's beginning
-        (
-            {"chosen": HH + " I.", "rejected": HH.replace("Who", "Why") + " You."},
-            "\n\nHuman: Hi\n\nAssistant:",
-            (" Hello\n\nHuman: Who?\n\nAssistant: I.", " Hello\n\nHuman: Why?\n\nAssistant: You."),
-        ),
-        # without turns the answers begin with a whole word
-        ({"chosen": "Say it: wonder", "rejected": "Say it: wonderful"}, "Say it: ", ("wonder", "wonderful")),
-    ],
-)
-def test_forms_of_pairs(row: dict[str, Any], prompt: Any, answers: tuple[str, str]) -> None:
-    found = pair(row, "row 0")
-    assert (found.prompt, found.answers, found.margin) == (prompt, answers, None)
+PAIRS: list[tuple[dict[str, Any], Any, tuple[str, str]]] = [
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "a", ("b", "")),
+    ({"question": "a", "chosen": [said("b")], "rejected": [said("c")]}, "a", ("b", "c")),
+    ({"prompt": [USER], "chosen": "b", "rejected": "c"}, [USER], ("b", "c")),
+    ({"chosen": [USER, said("b")], "rejected": [USER, said("c")]}, [USER], ("b", "c")),
+    ({"chosen": [USER, said("b")], "rejected": [USER, said("b")]}, [USER], ("b", "b")),
+    ({"chosen": HH + " I am.", "rejected": HH + " I was."}, HH, (" I am.", " I was.")),
+    ({"chosen": HH, "rejected": HH + " I."}, HH, ("", " I.")),
+    # the last turns are not alike: what is shared ends with an earlier answer's beginning
+    (
+        {"chosen": HH + " I.", "rejected": HH.replace("Who", "Why") + " You."},
+        "\n\nHuman: Hi\n\nAssistant:",
+        (" Hello\n\nHuman: Who?\n\nAssistant: I.", " Hello\n\nHuman: Why?\n\nAssistant: You."),
+    ),
+    # without turns the answers begin with a whole word
+    ({"chosen": "Say it: wonder", "rejected": "Say it: wonderful"}, "Say it: ", ("wonder", "wonderful")),
+]
+
+
+def test_forms_of_pairs() -> None:
+    for row, prompt, answers in PAIRS:
+        found = pair(row, "row 0")
+        assert (found.prompt, found.answers, found.margin) == (prompt, answers, None)
 
 
 @pytest.mark.parametrize(

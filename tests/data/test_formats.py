@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
-
 import workbench as wb
 from tests.expected import expect_error
 from workbench.errors import BadInput
 
+RESPONSES: list[tuple[str, float]] = [
+    ("<think>1 + 1</think><answer>2</answer>", 1.0),
+    ("<think>\n1 +\n1\n</think>\n\n<answer>\n2\n</answer>\n", 1.0),
+    ("<think></think> <answer></answer>", 1.0),
+    ("<think>a < b > c</think><answer>x<y</answer>", 1.0),
+    ("2", 0.0),
+    ("", 0.0),
+    ("<think>1 + 1</think> 2", 0.0),
+    ("<answer>2</answer><think>1 + 1</think>", 0.0),
+    ("so: <think>1</think><answer>2</answer>", 0.0),
+    ("<think>1</think><answer>2</answer> done", 0.0),
+    ("<think>1</think>so<answer>2</answer>", 0.0),
+    ("<think>1</think><think>1</think><answer>2</answer>", 0.0),
+    ("<think>1<answer>3</answer></think><answer>2</answer>", 0.0),
+    ("<think>1</think><answer>2", 0.0),
+]
 
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("<think>1 + 1</think><answer>2</answer>", 1.0),
-        ("<think>\n1 +\n1\n</think>\n\n<answer>\n2\n</answer>\n", 1.0),
-        ("<think></think> <answer></answer>", 1.0),
-        ("<think>a < b > c</think><answer>x<y</answer>", 1.0),
-        ("2", 0.0),
-        ("", 0.0),
-        ("<think>1 + 1</think> 2", 0.0),
-        ("<answer>2</answer><think>1 + 1</think>", 0.0),
-        ("so: <think>1</think><answer>2</answer>", 0.0),
-        ("<think>1</think><answer>2</answer> done", 0.0),
-        ("<think>1</think>so<answer>2</answer>", 0.0),
-        ("<think>1</think><think>1</think><answer>2</answer>", 0.0),
-        ("<think>1<answer>3</answer></think><answer>2</answer>", 0.0),
-        ("<think>1</think><answer>2", 0.0),
-    ],
-)
-def test_thinking_then_the_answer(response: str, score: float) -> None:
-    assert wb.verifiers.format("", response) == score
+
+def test_thinking_then_the_answer() -> None:
+    for response, score in RESPONSES:
+        assert wb.verifiers.format("", response) == score
 
 
 def test_a_pattern_of_ones_own() -> None:

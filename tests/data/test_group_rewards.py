@@ -50,19 +50,19 @@ def test_wrong_answers_have_no_diversity_and_still_count() -> None:
     assert scores == [0.5, 0.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"right": diversity}, "must be a function of one response"),
-        ({"right": lambda prompt, response: None}, "returned None.*must return one finite number"),
-        ({"n": 0}, "n=0"),
-        ({"unit": "tokens"}, "unit='tokens'"),
-        ({"answer": ["4"]}, "beside 2 responses"),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        of("a", "b", **options)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"right": diversity}, "must be a function of one response"),
+    ({"right": lambda prompt, response: None}, "returned None.*must return one finite number"),
+    ({"n": 0}, "n=0"),
+    ({"unit": "tokens"}, "unit='tokens'"),
+    ({"answer": ["4"]}, "beside 2 responses"),
+]
+
+
+def test_what_is_refused(subtests: pytest.Subtests) -> None:
+    for options, says in REFUSED:
+        with subtests.test(options=options, says=says), pytest.raises(BadInput, match=says):
+            of("a", "b", **options)
 
 
 async def later(prompt: str, response: str) -> float:

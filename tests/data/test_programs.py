@@ -30,47 +30,49 @@ def block(program: str) -> str:
     return f"First I think.\n```python\n{program}\n```\nThat is it."
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\nand better\n```python\nx = 2\n```", "x = 2\n"),
-        ("```python\nx = 1\n```\nrun it:\n```bash\nls\n```", "x = 1\n"),
-        ("```python\nx = 1", "x = 1"),  # cut
-        ("```python\nx = 1\n```\nIt prints:\n```\n6 is the output\n```", "x = 1\n"),
-        ("x = 1", None),
-        ("```bash\nls\n```", None),
-    ],
-)
-def test_the_program_is_the_last_block(response: str, program: str | None) -> None:
-    assert program_of(response) == program
+BLOCKS: list[tuple[str, str | None]] = [
+    ("```python\nx = 1\n```", "x = 1\n"),
+    ("```\nx = 1\n```", "x = 1\n"),
+    ("```py\nx = 1\n```\nand better\n```python\nx = 2\n```", "x = 2\n"),
+    ("```python\nx = 1\n```\nrun it:\n```bash\nls\n```", "x = 1\n"),
+    ("```python\nx = 1", "x = 1"),  # cut
+    ("```python\nx = 1\n```\nIt prints:\n```\n6 is the output\n```", "x = 1\n"),
+    ("x = 1", None),
+    ("```bash\nls\n```", None),
+]
+
+
+def test_the_program_is_the_last_block() -> None:
+    for response, program in BLOCKS:
+        assert program_of(response) == program
 
 
 SOLVES = "class Solution:\n    def add(self, a, b):\n        return a + b"
 
 
+FORMS: list[tuple[str, Any]] = [
+    (ADDS, ECHO),
+    (ADDS, json.dumps(ECHO)),
+    (ADDS, {"inputs": [["1 2"]], "outputs": [["3"]]}),
+    (ADDS, [{"input": "1 2", "output": "3", "testtype": "stdin"}]),
+    (ADDS, {"test_cases": [{"type": "stdin_stdout", "input": "1 2", "output": "3  \n\n"}]}),
+    ("def add(a, b):\n    return a + b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}),
+    ("def add(a, b):\n    return a + b", {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}),
+    (SOLVES, [{"input": "[1]\n[2]", "output": "[1, 2]", "metadata": {"func_name": "add"}}]),
+    ("def add(a, b):\n    return a + b", "assert add(1, 2) == 3\nassert add(-1, 1) == 0"),
+    ("def add(a, b):\n    return a + b", ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]),
+    ("def add(a, b):\n    return a + b", {"test_list": ["assert f == 3"], "test_setup_code": "f = add(1, 2)"}),
+    ("if __name__ == '__main__':\n    print(input())", {"inputs": ["x"], "outputs": ["x"]}),
+]
+
+
 @here
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        (ADDS, ECHO),
-        (ADDS, json.dumps(ECHO)),
-        (ADDS, {"inputs": [["1 2"]], "outputs": [["3"]]}),
-        (ADDS, [{"input": "1 2", "output": "3", "testtype": "stdin"}]),
-        (ADDS, {"test_cases": [{"type": "stdin_stdout", "input": "1 2", "output": "3  \n\n"}]}),
-        ("def add(a, b):\n    return a + b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}),
-        ("def add(a, b):\n    return a + b", {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}),
-        (SOLVES, [{"input": "[1]\n[2]", "output": "[1, 2]", "metadata": {"func_name": "add"}}]),
-        ("def add(a, b):\n    return a + b", "assert add(1, 2) == 3\nassert add(-1, 1) == 0"),
-        ("def add(a, b):\n    return a + b", ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]),
-        ("def add(a, b):\n    return a + b", {"test_list": ["assert f == 3"], "test_setup_code": "f = add(1, 2)"}),
-        ("if __name__ == '__main__':\n    print(input())", {"inputs": ["x"], "outputs": ["x"]}),
-    ],
-)
-def test_forms_of_tests(program: str, tests: Any) -> None:
-    scored = code("?", block(program), tests=tests)
-    assert isinstance(scored, Noted) and (scored, scored.note[:6]) == (1.0, "passed")
+def test_forms_of_tests(subtests: pytest.Subtests) -> None:
+    for program, tests in FORMS:
+        with subtests.test(program=program, tests=tests):
+            scored = code("?", block(program), tests=tests)
+            assert isinstance(scored, Noted) and (scored, scored.note[:6]) == (1.0, "passed")
+    program, tests = FORMS[0]
     assert code("?", block(f"{program}\nraise SystemExit(3)"), tests=tests) == 0.0
 
 
@@ -83,49 +85,50 @@ def test_all_or_the_share() -> None:
     assert scored.note == "test 2 of 4: printed '7' in place of '8'"
 
 
+FAULTS: list[tuple[str, str]] = [
+    ("while True: pass", r"took more than 0\.[5-9] s"),
+    ("raise ValueError('no')", "ValueError: no"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with 139"),
+    ("import os; os.fork(); print(3)", "BlockingIOError"),
+    ("import subprocess; subprocess.run(['/bin/true'])", "BlockingIOError"),
+    ("x = bytearray(2**30)", "MemoryError"),
+    ("open('/usr/lib/x', 'w')", "OSError: .* Read-only file system"),
+    ("open('/home/x', 'w')", "Error: .*/home/x"),
+    ("import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)", "ConnectionRefusedError"),
+    ("print(3", "SyntaxError"),
+    ("print('bwrap: no'); import sys; sys.stderr.write('bwrap: no'); sys.exit(1)", "bwrap: no"),
+    ("print(4)", "printed '4' in place of '3'"),
+]
+
+
 @here
-@pytest.mark.parametrize(
-    ("program", "note"),
-    [
-        ("while True: pass", r"took more than 0\.[5-9] s"),
-        ("raise ValueError('no')", "ValueError: no"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with 139"),
-        ("import os; os.fork(); print(3)", "BlockingIOError"),
-        ("import subprocess; subprocess.run(['/bin/true'])", "BlockingIOError"),
-        ("x = bytearray(2**30)", "MemoryError"),
-        ("open('/usr/lib/x', 'w')", "OSError: .* Read-only file system"),
-        ("open('/home/x', 'w')", "Error: .*/home/x"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)", "ConnectionRefusedError"),
-        ("print(3", "SyntaxError"),
-        ("print('bwrap: no'); import sys; sys.stderr.write('bwrap: no'); sys.exit(1)", "bwrap: no"),
-        ("print(4)", "printed '4' in place of '3'"),
-    ],
-)
-def test_the_fault_of_a_program_is_a_score_of_0_with_its_reason(program: str, note: str) -> None:
-    limit_s = 0.5 if "took more" in note else 20.0  # a machine that is busy starts an interpreter slowly
-    scored = code("?", block(program), tests={"inputs": ["1 2"], "outputs": ["3"]}, timeout_s=limit_s)
-    assert isinstance(scored, Noted) and scored == 0.0
-    assert scored.note.startswith("test 1 of 1: ")
-    assert re.search(note, scored.note), scored.note
+def test_the_fault_of_a_program_is_a_score_of_0_with_its_reason(subtests: pytest.Subtests) -> None:
+    for program, note in FAULTS:
+        with subtests.test(program=program, note=note):
+            limit_s = 0.5 if "took more" in note else 20.0  # a machine that is busy starts an interpreter slowly
+            scored = code("?", block(program), tests={"inputs": ["1 2"], "outputs": ["3"]}, timeout_s=limit_s)
+            assert isinstance(scored, Noted) and scored == 0.0
+            assert scored.note.startswith("test 1 of 1: ")
+            assert re.search(note, scored.note), scored.note
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "score"),
-    [
-        ("10**5000", 2, 0.0),  # more digits than Python reads
-        ("True", 1, 0.0),
-        ("1", True, 0.0),
-        ("[1, True]", [1, 1], 0.0),
-        ("[1, {'a': True}]", [1, {"a": True}], 1.0),
-        ("True", [True], 1.0),
-        ("2.0", 2, 1.0),
-        ("(1, 2)", [1, 2], 1.0),
-    ],
-)
-def test_what_a_function_returns_is_what_is_expected_or_a_score_of_0(value: str, expected: Any, score: float) -> None:
-    program = f"import sys\nsys.set_int_max_str_digits(0)\ndef f(x): return {value}"
-    tests = {"inputs": [[1]], "outputs": [expected], "fn_name": "f"}
-    assert code_without_sandbox("?", block(program), tests) == score
+RETURNED: list[tuple[str, Any, float]] = [
+    ("10**5000", 2, 0.0),  # more digits than Python reads
+    ("True", 1, 0.0),
+    ("1", True, 0.0),
+    ("[1, True]", [1, 1], 0.0),
+    ("[1, {'a': True}]", [1, {"a": True}], 1.0),
+    ("True", [True], 1.0),
+    ("2.0", 2, 1.0),
+    ("(1, 2)", [1, 2], 1.0),
+]
+
+
+def test_what_a_function_returns_is_what_is_expected_or_a_score_of_0() -> None:
+    for value, expected, score in RETURNED:
+        program = f"import sys\nsys.set_int_max_str_digits(0)\ndef f(x): return {value}"
+        tests = {"inputs": [[1]], "outputs": [expected], "fn_name": "f"}
+        assert code_without_sandbox("?", block(program), tests) == score
 
 
 def test_values_that_are_too_deep_and_output_that_is_too_long_score_0() -> None:
@@ -156,15 +159,18 @@ def test_a_program_that_looks_does_not_find_what_it_is_to_print() -> None:
 def test_the_time_of_all_tests_is_limited() -> None:
     tests = {"inputs": ["0"] + ["60"] * 49, "outputs": ["1"] * 50}
     program = block("import time; time.sleep(int(input())); print(1)")
-    scored = code("?", program, tests=tests, score="share", total_s=3.0)
+    scored = code("?", program, tests=tests, score="share", total_s=2.0)
     assert isinstance(scored, Noted) and scored == 1 / 50
     assert scored.note.startswith("test 2 of 50: took more than")
 
 
-@pytest.mark.parametrize("tests", ["", "  ", [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "1"}, 3, None, [3]])
-def test_wrong_tests_are_refused(tests: Any) -> None:
-    with expect_error(BadInput, value="tests=", remedy="give asserts as text"):
-        cases_of(tests)
+WRONG_TESTS: list[Any] = ["", "  ", [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "1"}, 3, None, [3]]
+
+
+def test_wrong_tests_are_refused(subtests: pytest.Subtests) -> None:
+    for tests in WRONG_TESTS:
+        with subtests.test(tests=tests), expect_error(BadInput, value="tests=", remedy="give asserts as text"):
+            cases_of(tests)
 
 
 def test_without_a_sandbox_it_is_refused_before_the_first_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -213,10 +219,15 @@ def test_a_column_says_why(lab: wb.Workbench) -> None:
     assert again.df(["rewards_notes"])["rewards_notes"].tolist() == ["code: no code block"] * 2
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [{"test_list": [5]}, {"test_list": [""]}, {"test_list": [None]}, {"inputs": [[1]], "outputs": [1], "fn_name": 5}],
-)
-def test_tests_that_test_nothing_are_refused(tests: dict[str, Any]) -> None:
-    with expect_error(BadInput, rule="no form that is known"):
-        cases_of(tests)
+NO_TESTS: list[dict[str, Any]] = [
+    {"test_list": [5]},
+    {"test_list": [""]},
+    {"test_list": [None]},
+    {"inputs": [[1]], "outputs": [1], "fn_name": 5},
+]
+
+
+def test_tests_that_test_nothing_are_refused(subtests: pytest.Subtests) -> None:
+    for tests in NO_TESTS:
+        with subtests.test(tests=tests), expect_error(BadInput, rule="no form that is known"):
+            cases_of(tests)

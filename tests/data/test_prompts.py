@@ -64,17 +64,17 @@ def test_without_shuffle_rows_come_as_they_lie(tokenizer: Any) -> None:
     assert indices(prompts.next(12)) == [*range(10), 0, 1]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 9, 10, 11, 37])
-def test_resumed_prompts_go_on_where_the_saved_ones_stood(tokenizer: Any, taken: int) -> None:
-    first = Prompts(TEXTS, tokenizer=tokenizer, seed=5)
-    if taken:
-        first.next(taken)
-    state = json.loads(json.dumps(first.state_dict()))
-    second = Prompts(TEXTS, tokenizer=tokenizer, seed=5)
-    second.next(7)
-    second.load_state_dict(state)
-    assert second.position == taken
-    assert second.next(23) == first.next(23)
+def test_resumed_prompts_go_on_where_the_saved_ones_stood(tokenizer: Any) -> None:
+    for taken in [0, 1, 9, 10, 11, 37]:
+        first = Prompts(TEXTS, tokenizer=tokenizer, seed=5)
+        if taken:
+            first.next(taken)
+        state = json.loads(json.dumps(first.state_dict()))
+        second = Prompts(TEXTS, tokenizer=tokenizer, seed=5)
+        second.next(7)
+        second.load_state_dict(state)
+        assert second.position == taken
+        assert second.next(23) == first.next(23)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_a_state_that_is_none_is_refused(tokenizer: Any) -> None:
         prompts.load_state_dict({})
 
 
-@pytest.mark.parametrize(
-    ("row", "column", "prompt"),
-    [
-        ({"question": "q", "answer": "a"}, None, "q"),
-        ({"text": "t", "question": "q"}, "text", "t"),
-        ({"messages": [user("m")], "question": "q"}, None, "q"),
-        ({"prompt": [SYSTEM, user("m")], "answer": "a"}, None, "m"),
-        ({"messages": [user("one"), {"role": "assistant", "content": "two"}, user("three")]}, None, "three"),
-    ],
-)
-def test_the_prompt_column_is_found_or_named(tokenizer: Any, row: Any, column: str | None, prompt: str) -> None:
-    (found,) = Prompts([row], tokenizer=tokenizer, prompt_column=column).next(1)
-    assert found.prompt == prompt
-    assert len(found.extra) == len(row) - 1
+NAMED: list[tuple[Any, str | None, str]] = [
+    ({"question": "q", "answer": "a"}, None, "q"),
+    ({"text": "t", "question": "q"}, "text", "t"),
+    ({"messages": [user("m")], "question": "q"}, None, "q"),
+    ({"prompt": [SYSTEM, user("m")], "answer": "a"}, None, "m"),
+    ({"messages": [user("one"), {"role": "assistant", "content": "two"}, user("three")]}, None, "three"),
+]
+
+
+def test_the_prompt_column_is_found_or_named(tokenizer: Any) -> None:
+    for row, column, prompt in NAMED:
+        (found,) = Prompts([row], tokenizer=tokenizer, prompt_column=column).next(1)
+        assert found.prompt == prompt
+        assert len(found.extra) == len(row) - 1
 
 
 def test_the_chat_template_is_used_as_asked(tokenizer: Any) -> None:
@@ -181,37 +181,37 @@ def test_cut_drops_a_row_whose_template_alone_is_too_long(tokenizer: Any) -> Non
     assert prompts.summary == f"1 prompt, 1 over {bare + 2} tokens cut, 1 over {bare + 2} tokens dropped"
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        (
-            [{"text": "a", "n": 1}],
-            {},
-            r"the columns 'text', 'n'\. name .*: prompts=\{\"source\": \.\.\., \"prompt_column\": \"text\"\}",
-        ),
-        ([{"prompt": "a"}], {"prompt_column": "text"}, r"no column 'text'\. the source has the columns 'prompt'"),
-        ([{"prompt": "a"}, {"question": "b"}], {}, "row 1 has no column 'prompt'"),
-        (["a", " \n"], {}, "column 'prompt' of row 1 is empty"),
-        ([{"prompt": 7}], {}, "column 'prompt' of row 0 is 7"),
-        ([{"prompt": ["a"]}], {}, r"of row 0 is \['a'\]\. a prompt is a text, or messages"),
-        ([{"messages": [SYSTEM]}], {}, "of row 0 has no user message"),
-        ([{"messages": [user("a"), {"role": "assistant", "content": "b"}]}], {}, "ends with the assistant's message"),
-        ([{"prompt": "a", "response": "b"}], {}, "row 0 has a column 'response'"),
-        (
-            [{"prompt": "a", "text": "b"}],
-            {"prompt_column": "text"},
-            "a column 'prompt' beside its prompt column 'text'",
-        ),
-        (["short", "x" * 40], {"chat": False, "max_prompt_tokens": 30, "overlong": "error"}, "row 1 has 40 tokens"),
-        (["x" * 40], {"chat": False, "max_prompt_tokens": 30}, "a list holds only prompts over 30 tokens"),
-        (["a"], {"overlong": "left"}, "overlong='left'"),
-        (["a"], {"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
-        (["a"], {"seed": -1}, "seed=-1"),
-    ],
-)
-def test_wrong_input_says_what_would_be_right(tokenizer: Any, source: Any, options: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Prompts(source, tokenizer=tokenizer, **options)
+WRONG: list[tuple[Any, Any, str]] = [
+    (
+        [{"text": "a", "n": 1}],
+        {},
+        r"the columns 'text', 'n'\. name .*: prompts=\{\"source\": \.\.\., \"prompt_column\": \"text\"\}",
+    ),
+    ([{"prompt": "a"}], {"prompt_column": "text"}, r"no column 'text'\. the source has the columns 'prompt'"),
+    ([{"prompt": "a"}, {"question": "b"}], {}, "row 1 has no column 'prompt'"),
+    (["a", " \n"], {}, "column 'prompt' of row 1 is empty"),
+    ([{"prompt": 7}], {}, "column 'prompt' of row 0 is 7"),
+    ([{"prompt": ["a"]}], {}, r"of row 0 is \['a'\]\. a prompt is a text, or messages"),
+    ([{"messages": [SYSTEM]}], {}, "of row 0 has no user message"),
+    ([{"messages": [user("a"), {"role": "assistant", "content": "b"}]}], {}, "ends with the assistant's message"),
+    ([{"prompt": "a", "response": "b"}], {}, "row 0 has a column 'response'"),
+    (
+        [{"prompt": "a", "text": "b"}],
+        {"prompt_column": "text"},
+        "a column 'prompt' beside its prompt column 'text'",
+    ),
+    (["short", "x" * 40], {"chat": False, "max_prompt_tokens": 30, "overlong": "error"}, "row 1 has 40 tokens"),
+    (["x" * 40], {"chat": False, "max_prompt_tokens": 30}, "a list holds only prompts over 30 tokens"),
+    (["a"], {"overlong": "left"}, "overlong='left'"),
+    (["a"], {"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+    (["a"], {"seed": -1}, "seed=-1"),
+]
+
+
+def test_wrong_input_says_what_would_be_right(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for source, options, message in WRONG:
+        with subtests.test(source=source, options=options), pytest.raises(BadInput, match=message):
+            Prompts(source, tokenizer=tokenizer, **options)
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2"])

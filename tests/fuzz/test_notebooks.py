@@ -84,26 +84,29 @@ def test_cut_and_flipped_at_every_byte(tmp_path: Path) -> None:
             assert str(path) in str(error) or "format 4" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("break", "'break' outside loop"),
-        ("x = " + "+".join(["1"] * 20_000), "nested too deeply|recursion depth"),
-        ("x = " + "(" * 300 + ")" * 300, "cell 1|nested too deeply|SyntaxError"),
-        ("x = '\0'", "null"),
-        ("x = '\ud800'", "surrogates"),
-    ],
-)
-def test_code_that_is_none(code: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        script_of([Cell(1, code)])
+NO_CODE: list[tuple[str, str]] = [
+    ("break", "'break' outside loop"),
+    ("x = " + "+".join(["1"] * 20_000), "nested too deeply|recursion depth"),
+    ("x = " + "(" * 300 + ")" * 300, "cell 1|nested too deeply|SyntaxError"),
+    ("x = '\0'", "null"),
+    ("x = '\ud800'", "surrogates"),
+]
 
 
-@pytest.mark.parametrize(
-    "title", ["ends in \\", "a\\\\\\", 'quotes """ and "', "null \0 here", "half \ud800", "\x1b[31mred", "a\rb"]
-)
-def test_titles(title: str) -> None:
-    script = script_of([Cell(1, title, code=False), Cell(2, "x = 1"), Cell(3, title, code=False), Cell(4, "print(x)")])
-    script.text.encode()
-    assert ast.get_docstring(ast.parse(script.text))
-    assert not set("\0\x1b\ud800") & set(script.text)
+def test_code_that_is_none(subtests: pytest.Subtests) -> None:
+    for code, message in NO_CODE:
+        with subtests.test(code=code, message=message), pytest.raises(BadInput, match=message):
+            script_of([Cell(1, code)])
+
+
+TITLES: list[str] = ["ends in \\", "a\\\\\\", 'quotes """ and "', "null \0 here", "half \ud800", "\x1b[31mred", "a\rb"]
+
+
+def test_titles() -> None:
+    for title in TITLES:
+        script = script_of(
+            [Cell(1, title, code=False), Cell(2, "x = 1"), Cell(3, title, code=False), Cell(4, "print(x)")]
+        )
+        script.text.encode()
+        assert ast.get_docstring(ast.parse(script.text))
+        assert not set("\0\x1b\ud800") & set(script.text)

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
 from tests.calculator import Calculator
 from tests.cases import TINY, tiny_lab
+from tests.fuzz.damage import cases, profile
 from tests.fuzz.values import FIXED, VALUES, fits
 from workbench.algorithms import ALGORITHMS
 from workbench.data.example_stream import ExampleStream
@@ -75,13 +76,15 @@ def check(kind: Any, field: str, value: Any, others: dict[str, Any]) -> None:
 
 
 def try_values(kind: Any, others: dict[str, Any]) -> None:
-    """Give each field every value of `FIXED`, and hypothesis' values to any field. others: fields that it needs."""
+    """Give each field values of `FIXED` (under `make fuzz` all, else other ones than to the field before), and
+    hypothesis' values to any field. others: fields that it needs."""
     fields = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "lab"]
-    for field in fields:
-        for value in FIXED:
+    apart = 1 if cases(0) else 6
+    for number, field in enumerate(fields):
+        for value in FIXED[number % apart :: apart]:
             check(kind, field, value, others)
 
-    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
+    @profile(15, most=80)
     @given(st.sampled_from(fields), VALUES)
     def tried(field: str, value: Any) -> None:
         check(kind, field, value, others)

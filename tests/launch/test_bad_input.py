@@ -25,68 +25,67 @@ from workbench.support.named_fields import FIELDS_OF
 FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"models": {**FOUR, "critik": TINY}}, BadInput, r"unknown role 'critik'.*write 'critic' \(the nearest\)"),
-        ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
-        ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
-        ({"models": TINY}, BadInput, "a model for each role"),
-        ({"device": "cuda"}, BadInput, "torch finds no GPU"),
-        ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
-        ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
-        ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
-        ({"models": {**FOUR, "critic": "/no/such/folder"}}, ModelUnavailable, "/no/such/folder"),
-        ({"models": {**FOUR, "critic": "smollm2-135m"}}, BadInput, "another vocabulary than the actor's"),
-        ({"placement": wb.Placement.colocate(9), "devices": 2}, BadInput, "devices=9"),
-        ({"placement": wb.Placement.colocate(2), "devices": 2}, BadInput, "backend='inline'"),
-        ({"placement": wb.Placement.standalone(actor=1)}, BadInput, "'critic' has no pool"),
-        ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
-        ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
-        ({"share_memory": "sometimes"}, BadInput, "must be one of False, True, 'always'"),
-        ({"idle_hours": 0}, BadInput, r"idle_hours=0\. must be more than 0\. None for a workbench"),
-        ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
-        ({"prompts": []}, BadInput, "at least one row"),
-    ],
-)
-def test_opening(tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        tiny_lab("wrong", tmp_path, **{"backend": "inline", **options})
-    assert wb.ls() == []
+OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"models": {**FOUR, "critik": TINY}}, BadInput, r"unknown role 'critik'.*write 'critic' \(the nearest\)"),
+    ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
+    ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
+    ({"models": TINY}, BadInput, "a model for each role"),
+    ({"device": "cuda"}, BadInput, "torch finds no GPU"),
+    ({"models": {**FOUR, "actor": 7}}, BadInput, r"models\['actor'\]=7"),
+    ({"models": {**FOUR, "critic": vowels}}, BadInput, "only reward and cost can be a rule"),
+    ({"models": {**FOUR, "actor": "smolm2-135m"}}, ModelUnavailable, "smollm2-135m"),
+    ({"models": {**FOUR, "critic": "/no/such/folder"}}, ModelUnavailable, "/no/such/folder"),
+    ({"placement": wb.Placement.colocate(9), "devices": 2}, BadInput, "devices=9"),
+    ({"placement": wb.Placement.colocate(2), "devices": 2}, BadInput, "backend='inline'"),
+    ({"placement": wb.Placement.standalone(actor=1)}, BadInput, "'critic' has no pool"),
+    ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
+    ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
+    ({"share_memory": "sometimes"}, BadInput, "must be one of False, True, 'always'"),
+    ({"idle_hours": 0}, BadInput, r"idle_hours=0\. must be more than 0\. None for a workbench"),
+    ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
+    ({"prompts": []}, BadInput, "at least one row"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: wb.Training(engine="megatron"), "must be one of 'torch', 'deepspeed'"),  # type: ignore[arg-type]
-        (lambda: wb.Training(zero_stage=4), "must be one of 0, 1, 2, 3"),
-        (lambda: wb.Training(schedule="cosine"), "total_steps"),
-        (lambda: wb.Training(minibatches=0), "at least 1"),
-        (lambda: wb.Training(betas=(0.9,)), r"betas=\(0\.9,\).*two numbers in \[0, 1\)"),  # type: ignore[arg-type]
-        (lambda: wb.Training(betas=(0.9, 1.0)), "two numbers in"),
-        (lambda: wb.Training(eps=0.0), r"eps=0\.0.*more than 0"),
-        (lambda: wb.Training(weight_decay=-0.1), r"weight_decay=-0\.1"),
-        (lambda: wb.Training(learning_rate=float("inf")), "learning_rate=inf"),
-        (lambda: wb.Sampling(logit_bias={5: "x"}), r"logit_bias=\{5: 'x'\}"),  # type: ignore[dict-item]
-        (lambda: wb.Sampling(top_p="0.9"), "top_p='0.9'.*a number"),  # type: ignore[arg-type]
-        (lambda: wb.LoRA(targets=(1,)), "names of layers"),  # type: ignore[arg-type]
-        (lambda: wb.Generation(engine="sglang"), "must be one of 'transformers', 'vllm'"),  # type: ignore[arg-type]
-        (lambda: wb.Model(), "give one of the two"),
-        (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),  # type: ignore[arg-type]
-    ],
-)
-def test_settings(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        make()
+def test_opening(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for options, kind, message in OPENINGS:
+        with subtests.test(options=options, kind=kind):
+            with pytest.raises(kind, match=message):
+                tiny_lab("wrong", tmp_path, **{"backend": "inline", **options})
+            assert wb.ls() == []
+
+
+SETTINGS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: wb.Training(engine="megatron"), "must be one of 'torch', 'deepspeed'"),  # type: ignore[arg-type]
+    (lambda: wb.Training(zero_stage=4), "must be one of 0, 1, 2, 3"),
+    (lambda: wb.Training(schedule="cosine"), "total_steps"),
+    (lambda: wb.Training(minibatches=0), "at least 1"),
+    (lambda: wb.Training(betas=(0.9,)), r"betas=\(0\.9,\).*two numbers in \[0, 1\)"),  # type: ignore[arg-type]
+    (lambda: wb.Training(betas=(0.9, 1.0)), "two numbers in"),
+    (lambda: wb.Training(eps=0.0), r"eps=0\.0.*more than 0"),
+    (lambda: wb.Training(weight_decay=-0.1), r"weight_decay=-0\.1"),
+    (lambda: wb.Training(learning_rate=float("inf")), "learning_rate=inf"),
+    (lambda: wb.Sampling(logit_bias={5: "x"}), r"logit_bias=\{5: 'x'\}"),  # type: ignore[dict-item]
+    (lambda: wb.Sampling(top_p="0.9"), "top_p='0.9'.*a number"),  # type: ignore[arg-type]
+    (lambda: wb.LoRA(targets=(1,)), "names of layers"),  # type: ignore[arg-type]
+    (lambda: wb.Generation(engine="sglang"), "must be one of 'transformers', 'vllm'"),  # type: ignore[arg-type]
+    (lambda: wb.Model(), "give one of the two"),
+    (lambda: wb.Model(TINY, dtype="fp8"), "must be one of 'float32', 'bfloat16'"),  # type: ignore[arg-type]
+]
+
+
+def test_settings(subtests: pytest.Subtests) -> None:
+    for make, message in SETTINGS:
+        with subtests.test(make=make, message=message), pytest.raises(BadInput, match=message):
+            make()
 
 
 def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    for changed in ({"reward": "smollm2-135m"}, {"actor": "smollm2-135m"}):
-        with expect_error(BadInput, value="another vocabulary than the actor's"):
-            tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, **changed})
+    with expect_error(BadInput, value="another vocabulary than the actor's"):
+        tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, "reward": "smollm2-135m"})
     assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
 
 
@@ -128,43 +127,41 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
         batch.fetch(["nonsense"])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
-        (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
-        (
-            lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
-            "temprature.*it takes .*write temperature=",
-        ),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, temperature=-1), "temperature=-1"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, seed="a"), "seed='a'.*whole number"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
-        (lambda lab, batch: lab.prompts.next(0), "0"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens="32"), "'32'.*must be a whole number"),
-        (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "takes no 'prompt'"),
-        (
-            lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
-            "one response a prompt.*samples=2",
-        ),
-        (lambda lab, batch: wb.GRPO(lab, samples=1), "GRPO.samples=1"),
-        (lambda lab, batch: wb.GRPO(lab, sampling=wb.Sampling(max_new_tokens=4000)), "max_new_tokens=4000.*=192"),
-        (lambda lab, batch: lab.evaluate("arithmetic", sampling=wb.Sampling(max_new_tokens=4000)), "=4000.*=192"),
-        (lambda lab, batch: wb.GRPO(lab).run(2.5), "iterations=2.5.*whole number"),  # type: ignore[arg-type]
-        (lambda lab, batch: wb.GRPO(lab).run(1, every=1.5), "every=1.5.*whole number"),  # type: ignore[arg-type]
-        (lambda lab, batch: wb.PPO(lab, reward="accuracy"), "PPO.reward='accuracy'.*must be a function"),  # type: ignore[arg-type]
-        (lambda lab, batch: wb.PPO(lab, sampling={"top_k": 3}), "wb.Sampling"),  # type: ignore[arg-type]
-        (lambda lab, batch: lab.compute_advantages(batch, estimator="gea"), "estimator='gea'"),
-        (lambda lab, batch: batch.take([99]), "row numbers from 0 to 5"),
-        (lambda lab, batch: lab.put({"a": torch.zeros(2), "b": torch.zeros(3)}), "equally many rows"),
-    ],
-)
-def test_stage_arguments(
-    lab: wb.Workbench, batch: wb.Batch, call: Callable[[wb.Workbench, wb.Batch], Any], message: str
-) -> None:
-    with pytest.raises(WorkbenchError, match=message):
-        call(lab, batch)
+STAGE_ARGUMENTS: list[tuple[Callable[[wb.Workbench, wb.Batch], Any], str]] = [
+    (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
+    (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
+    (
+        lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
+        "temprature.*it takes .*write temperature=",
+    ),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, temperature=-1), "temperature=-1"),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, seed="a"), "seed='a'.*whole number"),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, samples=0), "must be at least 1"),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=0), "max_new_tokens=0"),
+    (lambda lab, batch: lab.prompts.next(0), "0"),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens="32"), "'32'.*must be a whole number"),
+    (lambda lab, batch: lab.reward.compute_reward(batch, function=lambda prompts: 0.0), "takes no 'prompt'"),
+    (
+        lambda lab, batch: lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"),
+        "one response a prompt.*samples=2",
+    ),
+    (lambda lab, batch: wb.GRPO(lab, samples=1), "GRPO.samples=1"),
+    (lambda lab, batch: wb.GRPO(lab, sampling=wb.Sampling(max_new_tokens=4000)), "max_new_tokens=4000.*=192"),
+    (lambda lab, batch: lab.evaluate("arithmetic", sampling=wb.Sampling(max_new_tokens=4000)), "=4000.*=192"),
+    (lambda lab, batch: wb.GRPO(lab).run(2.5), "iterations=2.5.*whole number"),  # type: ignore[arg-type]
+    (lambda lab, batch: wb.GRPO(lab).run(1, every=1.5), "every=1.5.*whole number"),  # type: ignore[arg-type]
+    (lambda lab, batch: wb.PPO(lab, reward="accuracy"), "PPO.reward='accuracy'.*must be a function"),  # type: ignore[arg-type]
+    (lambda lab, batch: wb.PPO(lab, sampling={"top_k": 3}), "wb.Sampling"),  # type: ignore[arg-type]
+    (lambda lab, batch: lab.compute_advantages(batch, estimator="gea"), "estimator='gea'"),
+    (lambda lab, batch: batch.take([99]), "row numbers from 0 to 5"),
+    (lambda lab, batch: lab.put({"a": torch.zeros(2), "b": torch.zeros(3)}), "equally many rows"),
+]
+
+
+def test_stage_arguments(lab: wb.Workbench, batch: wb.Batch, subtests: pytest.Subtests) -> None:
+    for call, message in STAGE_ARGUMENTS:
+        with subtests.test(call=call, message=message), pytest.raises(WorkbenchError, match=message):
+            call(lab, batch)
 
 
 def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
@@ -319,25 +316,25 @@ def test_stopping_what_is_not_there() -> None:
         wb.stop("../ghost")
 
 
-@pytest.mark.parametrize(
-    ("make", "wrong", "message"),
-    [
-        (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
-        (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
-        (wb.Generation, {"temperature": 0.7}, r"is a field of wb.Sampling: write wb.Sampling\(temperature=...\)"),
-        (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
-        (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
-        (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
-        (wb.LoRA, {"r": 4}, r"LoRA\(r=4\).*write rank="),
-        (wb.Training, {"lr": 1e-3}, r"Training\(lr=0.001\).*write learning_rate="),
-        (wb.GRPO, {"lab": None, "beta": 0.1}, r"GRPO\(beta=0.1\).*write kl_coefficient="),
-        (wb.GRPO, {"lab": None, "num_generations": 4}, r"GRPO\(num_generations=4\).*write samples="),
-        (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
-    ],
-)
-def test_a_field_that_there_is_not(make: Any, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        make(**wrong)
+NO_FIELDS: list[tuple[Any, dict[str, Any], str]] = [
+    (wb.Training, {"learningrate": 1e-3}, r"Training\(learningrate=0.001\).*write learning_rate="),
+    (wb.Generation, {"max_tokens": 64}, r"Generation\(max_tokens=64\).*write max_model_tokens="),
+    (wb.Generation, {"temperature": 0.7}, r"is a field of wb.Sampling: write wb.Sampling\(temperature=...\)"),
+    (wb.Sampling, {"temprature": 0.5}, r"Sampling\(temprature=0.5\).*write temperature="),
+    (wb.Model, {"name": TINY, "adaptor": None}, r"Model\(adaptor=None\).*it takes name, .*write adapter="),
+    (wb.LoRA, {"rang": 4}, r"LoRA\(rang=4\).*it takes rank, alpha, targets"),
+    (wb.LoRA, {"r": 4}, r"LoRA\(r=4\).*write rank="),
+    (wb.Training, {"lr": 1e-3}, r"Training\(lr=0.001\).*write learning_rate="),
+    (wb.GRPO, {"lab": None, "beta": 0.1}, r"GRPO\(beta=0.1\).*write kl_coefficient="),
+    (wb.GRPO, {"lab": None, "num_generations": 4}, r"GRPO\(num_generations=4\).*write samples="),
+    (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
+]
+
+
+def test_a_field_that_there_is_not(subtests: pytest.Subtests) -> None:
+    for make, wrong, message in NO_FIELDS:
+        with subtests.test(make=make, wrong=wrong), pytest.raises(BadInput, match=message):
+            make(**wrong)
 
 
 def test_fields_of_other_settings_are_fields_of_theirs() -> None:

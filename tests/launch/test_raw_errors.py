@@ -88,16 +88,17 @@ CASES: dict[str, tuple[Call, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_refused_before_any_work(lab: wb.Workbench, tmp_path: Path, case: str) -> None:
-    call, message = CASES[case]
-    before = lab.iteration, len(lab.runs()), len(lab.spans())
-    with pytest.raises((BadInput, ModelUnavailable), match=message):
-        call(lab, tmp_path)
-    assert (lab.iteration, len(lab.runs()), len(lab.spans())) == before
-    assert {path.name for path in tmp_path.iterdir()} <= {
-        "model",
-        "n.ipynb",
-        "rows.safetensors",
-        "rows",
-    }  # no run folder
+def test_it_is_refused_before_any_work(lab: wb.Workbench, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case=case):
+            call, message = CASES[case]
+            before = lab.iteration, len(lab.runs()), len(lab.spans())
+            with pytest.raises((BadInput, ModelUnavailable), match=message):
+                call(lab, tmp_path)
+            assert (lab.iteration, len(lab.runs()), len(lab.spans())) == before
+            assert {path.name for path in tmp_path.iterdir()} <= {
+                "model",
+                "n.ipynb",
+                "rows.safetensors",
+                "rows",
+            }  # no run folder

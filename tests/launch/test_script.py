@@ -77,66 +77,68 @@ def laboratory(tmp_path: Path) -> Iterator[Callable[..., None]]:
         got["lab"].close()
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
-    [
-        ("", "MODEL", "tiny"),
-        ("--model some/model", "MODEL", "some/model"),
-        ("--max-new-tokens 64", "MAX_NEW_TOKENS", 64),
-        ("--learning-rate 1e-6", "LEARNING_RATE", 1e-6),
-        ("--share", "SHARE", True),
-        ("--no-share", "SHARE", False),
-        ("--kl none", "KL", None),
-        ("--kl 0.5", "KL", 0.5),
-        ("--name mine", "NAME", "mine"),
-        ("--betas 0.8 0.9", "BETAS", (0.8, 0.9)),
-        ("--layers", "LAYERS", []),
-        ("--layers 4 5 6", "LAYERS", [4, 5, 6]),
-        ("""--options {"zero":{"stage":2}}""", "OPTIONS", {"zero": {"stage": 2}}),
-        ("--estimator k3", "ESTIMATOR", "k3"),
-        ("--steps-or-all 4", "steps_or_all", 4),
-        ("--steps-or-all most", "steps_or_all", "most"),
-        ("--unsaid 5", "unsaid", 5),
-        ("--mode none", "MODE", None),
-        ("--maybe yes", "MAYBE", True),
-        ("--maybe 0", "MAYBE", False),
-        ("--maybe none", "MAYBE", None),
-        ("--count 2", "COUNT", 2),
-        ("--part none", "PART", None),
-        ("--label none", "LABEL", None),
-    ],
-)
-def test_a_parameter_is_an_option(words: str, name: str, value: object) -> None:
-    assert run(everything, *words.split()) == 0
-    assert got[name] == value
-    assert type(got[name]) is type(value)
+OPTIONS: list[tuple[str, str, object]] = [
+    ("", "MODEL", "tiny"),
+    ("--model some/model", "MODEL", "some/model"),
+    ("--max-new-tokens 64", "MAX_NEW_TOKENS", 64),
+    ("--learning-rate 1e-6", "LEARNING_RATE", 1e-6),
+    ("--share", "SHARE", True),
+    ("--no-share", "SHARE", False),
+    ("--kl none", "KL", None),
+    ("--kl 0.5", "KL", 0.5),
+    ("--name mine", "NAME", "mine"),
+    ("--betas 0.8 0.9", "BETAS", (0.8, 0.9)),
+    ("--layers", "LAYERS", []),
+    ("--layers 4 5 6", "LAYERS", [4, 5, 6]),
+    ("""--options {"zero":{"stage":2}}""", "OPTIONS", {"zero": {"stage": 2}}),
+    ("--estimator k3", "ESTIMATOR", "k3"),
+    ("--steps-or-all 4", "steps_or_all", 4),
+    ("--steps-or-all most", "steps_or_all", "most"),
+    ("--unsaid 5", "unsaid", 5),
+    ("--mode none", "MODE", None),
+    ("--maybe yes", "MAYBE", True),
+    ("--maybe 0", "MAYBE", False),
+    ("--maybe none", "MAYBE", None),
+    ("--count 2", "COUNT", 2),
+    ("--part none", "PART", None),
+    ("--label none", "LABEL", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--max-new-tokens many", "argument --max-new-tokens: 'many' is not a whole number"),
-        ("--kl much", "argument --kl: 'much' is not none or a number"),
-        ("--betas 0.9", "argument --betas: expected 2 arguments"),
-        ("--options [1]", "argument --options: '[1]' is not a JSON object"),
-        ("--estimator k2", "argument --estimator: 'k2' is not one of k1, k3"),
-        ("--mode fats", "argument --mode: 'fats' is not one of fast, none"),
-        ("--maybe on", "argument --maybe: 'on' is not none or true or false"),
-        ("--max-new-tokens 3.0", "argument --max-new-tokens: '3.0' is not a whole number"),
-        ("--layers 1 2.0", "argument --layers: '2.0' is not a whole number"),
-        ("--count 0", "argument --count: '0' must be at least 1"),
-        ("--count x", "argument --count: 'x' is not a whole number"),
-        ("--part 2", "argument --part: '2' must be a share in (0, 1]. write 0.5"),
-        ("--sizes 1", "argument --sizes: '1' must have at least 2 items"),
-        ("--seed -1", "seed=-1 from --seed. must be at least 0"),
-        ("--backend slurm", "argument --backend: invalid choice: 'slurm'"),
-        ("--track tensorbord", "track='tensorbord' from --track. trackers are tensorboard, wandb, mlflow, trackio"),
-        ("--max-new 3", "unrecognized arguments: --max-new 3"),
-    ],
-)
-def test_wrong_usage(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(everything, *words.split()) == 2
-    assert said in capsys.readouterr().err
+def test_a_parameter_is_an_option(subtests: pytest.Subtests) -> None:
+    for words, name, value in OPTIONS:
+        with subtests.test(words=words, name=name):
+            assert run(everything, *words.split()) == 0
+            assert got[name] == value
+            assert type(got[name]) is type(value)
+
+
+WRONG_USAGE: list[tuple[str, str]] = [
+    ("--max-new-tokens many", "argument --max-new-tokens: 'many' is not a whole number"),
+    ("--kl much", "argument --kl: 'much' is not none or a number"),
+    ("--betas 0.9", "argument --betas: expected 2 arguments"),
+    ("--options [1]", "argument --options: '[1]' is not a JSON object"),
+    ("--estimator k2", "argument --estimator: 'k2' is not one of k1, k3"),
+    ("--mode fats", "argument --mode: 'fats' is not one of fast, none"),
+    ("--maybe on", "argument --maybe: 'on' is not none or true or false"),
+    ("--max-new-tokens 3.0", "argument --max-new-tokens: '3.0' is not a whole number"),
+    ("--layers 1 2.0", "argument --layers: '2.0' is not a whole number"),
+    ("--count 0", "argument --count: '0' must be at least 1"),
+    ("--count x", "argument --count: 'x' is not a whole number"),
+    ("--part 2", "argument --part: '2' must be a share in (0, 1]. write 0.5"),
+    ("--sizes 1", "argument --sizes: '1' must have at least 2 items"),
+    ("--seed -1", "seed=-1 from --seed. must be at least 0"),
+    ("--backend slurm", "argument --backend: invalid choice: 'slurm'"),
+    ("--track tensorbord", "track='tensorbord' from --track. trackers are tensorboard, wandb, mlflow, trackio"),
+    ("--max-new 3", "unrecognized arguments: --max-new 3"),
+]
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for words, said in WRONG_USAGE:
+        with subtests.test(words=words, said=said):
+            assert run(everything, *words.split()) == 2
+            assert said in capsys.readouterr().err
 
 
 def test_help_has_what_the_script_says_of_itself_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,27 +252,28 @@ def test_the_environment_says_where_a_notebook_runs(
     assert capsys.readouterr().err.count("\n") == 1  # that of the second call, without --quiet
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("backend=inline", r"WORKBENCH_OPEN='backend=inline'. is no JSON"),
-        ("[1]", r"WORKBENCH_OPEN='\[1\]'. must be a JSON object"),
-        ('{"sed": 1}', r"WORKBENCH_OPEN with 'sed'.*write 'seed' \(the nearest\)"),
-        ('{"models": {}}', r"WORKBENCH_OPEN with 'models'. it gives where and how a workbench runs: name"),
-        ('{"seed": 1.5}', r"seed=1.5 from WORKBENCH_OPEN. must be a whole number"),
-        ('{"devices": true}', r"devices=True from WORKBENCH_OPEN. must be a whole number"),
-        ('{"backend": "slurm"}', r"backend='slurm' from WORKBENCH_OPEN. must be one of 'ray', 'inline'"),
-        ('{"runs": 3}', r"runs=3 from WORKBENCH_OPEN. must be a text"),
-        ('{"name": "a/b"}', r"name 'a/b' from WORKBENCH_OPEN. a workbench's name has letters"),
-        ('{"track": ["wand"]}', r"track='wand' from WORKBENCH_OPEN. trackers are"),
-    ],
-)
-def test_a_wrong_environment(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORKBENCH_OPEN", text)
-    with pytest.raises(BadInput, match=said):
-        settings()
-    monkeypatch.setenv("WORKBENCH_OPEN", " ")
-    assert settings() == {}
+WRONG_ENVIRONMENTS: list[tuple[str, str]] = [
+    ("backend=inline", r"WORKBENCH_OPEN='backend=inline'. is no JSON"),
+    ("[1]", r"WORKBENCH_OPEN='\[1\]'. must be a JSON object"),
+    ('{"sed": 1}', r"WORKBENCH_OPEN with 'sed'.*write 'seed' \(the nearest\)"),
+    ('{"models": {}}', r"WORKBENCH_OPEN with 'models'. it gives where and how a workbench runs: name"),
+    ('{"seed": 1.5}', r"seed=1.5 from WORKBENCH_OPEN. must be a whole number"),
+    ('{"devices": true}', r"devices=True from WORKBENCH_OPEN. must be a whole number"),
+    ('{"backend": "slurm"}', r"backend='slurm' from WORKBENCH_OPEN. must be one of 'ray', 'inline'"),
+    ('{"runs": 3}', r"runs=3 from WORKBENCH_OPEN. must be a text"),
+    ('{"name": "a/b"}', r"name 'a/b' from WORKBENCH_OPEN. a workbench's name has letters"),
+    ('{"track": ["wand"]}', r"track='wand' from WORKBENCH_OPEN. trackers are"),
+]
+
+
+def test_a_wrong_environment(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    for text, said in WRONG_ENVIRONMENTS:
+        with subtests.test(text=text, said=said):
+            monkeypatch.setenv("WORKBENCH_OPEN", text)
+            with pytest.raises(BadInput, match=said):
+                settings()
+            monkeypatch.setenv("WORKBENCH_OPEN", " ")
+            assert settings() == {}
 
 
 class _Terminal(io.StringIO):
@@ -357,6 +360,7 @@ def test_a_script_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert f"reward {rewards['rewards/mean'][1]:.4g}" in lines[1]
 
 
+@pytest.mark.thorough  # attaching from another process: tests/kernel/test_attach.py
 @pytest.mark.slow
 def test_a_workbench_that_a_script_keeps_lives_on(tmp_path: Path) -> None:
     ended = start(tmp_path, "--keep", "--iterations", "1", "--quiet", "--device", "cpu")
@@ -394,6 +398,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_script_on_ray_that_is_terminated_closes_what_it_has_opened(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TERMINATED)
@@ -405,16 +410,16 @@ def test_a_script_on_ray_that_is_terminated_closes_what_it_has_opened(tmp_path: 
     assert "SIGTERM received" not in done.stderr
 
 
-def test_an_address_where_nothing_listens_is_said_at_once(tmp_path: Path) -> None:
+def test_an_address_where_nothing_listens_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        tiny_lab("nowhere", tmp_path / "runs", models={"actor": TINY}, backend="ray")
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    (tmp_path / "script.py").write_text(TERMINATED)
-    command = [sys.executable, "script.py", "--address", f"127.0.0.1:{port}", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert f"no Ray cluster answers at '127.0.0.1:{port}' ([Errno 111] Connection refused)" in done.stderr
-    assert "ray start --head" in done.stderr
+    assert run(main, "--address", f"127.0.0.1:{port}", "--device", "cpu") == 1
+    said = capsys.readouterr().err
+    assert f"no Ray cluster answers at '127.0.0.1:{port}' ([Errno 111] Connection refused)" in said
+    assert "ray start --head" in said
     assert not list((tmp_path / "runs").rglob("*.jsonl"))
-    assert not list((tmp_path / "runs" / "ended").glob("*"))
+    assert not list((tmp_path / "runs" / "nowhere").glob("*"))

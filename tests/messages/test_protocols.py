@@ -170,23 +170,26 @@ def test_a_protocol_of_ones_own() -> None:
         wb.register("3D_PROTOCOL")
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ({"distribute": lambda layout, minibatches: [minibatches]}, r"gave 1 parts.*has 2 ranks"),
-        ({"distribute": lambda layout, minibatches: [[], []]}, r"rank 0 0 arrays of rows.*there are 2 minibatches"),
-        ({"distribute": lambda layout, minibatches: [[rows + 1 for rows in minibatches]] * 2}, r"row 6.*rows 0 to 5"),
-        ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
-        ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),
-        ({"collect": lambda layout: [0], "distribute": DP_PROTO.distribute}, r"collects 4 rows of 6 from ranks"),
-        ({}, r"collects 12 rows of 6 from ranks \[0, 1\].*exactly once"),
-    ],
-)
-def test_a_protocol_that_is_wrong_is_named(broken: dict[str, Any], message: str) -> None:
-    parts: dict[str, Any] = {"distribute": ONE_TO_ALL.distribute, "collect": ONE_TO_ALL.collect, **broken}
-    protocol = TransferProtocol(name="MINE", **parts)
-    with pytest.raises(BadInput, match="actor.meet: MINE.*" + message):
-        protocol.gather(Layout(d=2), protocol.deal(Layout(d=2), minibatch_rows(6, 2), "actor.meet"), 6, "actor.meet")
+WRONG_PROTOCOLS: list[tuple[dict[str, Any], str]] = [
+    ({"distribute": lambda layout, minibatches: [minibatches]}, r"gave 1 parts.*has 2 ranks"),
+    ({"distribute": lambda layout, minibatches: [[], []]}, r"rank 0 0 arrays of rows.*there are 2 minibatches"),
+    ({"distribute": lambda layout, minibatches: [[rows + 1 for rows in minibatches]] * 2}, r"row 6.*rows 0 to 5"),
+    ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
+    ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),
+    ({"collect": lambda layout: [0], "distribute": DP_PROTO.distribute}, r"collects 4 rows of 6 from ranks"),
+    ({}, r"collects 12 rows of 6 from ranks \[0, 1\].*exactly once"),
+]
+
+
+def test_a_protocol_that_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+    for broken, message in WRONG_PROTOCOLS:
+        with subtests.test(broken=broken, message=message):
+            parts: dict[str, Any] = {"distribute": ONE_TO_ALL.distribute, "collect": ONE_TO_ALL.collect, **broken}
+            protocol = TransferProtocol(name="MINE", **parts)
+            with pytest.raises(BadInput, match="actor.meet: MINE.*" + message):
+                protocol.gather(
+                    Layout(d=2), protocol.deal(Layout(d=2), minibatch_rows(6, 2), "actor.meet"), 6, "actor.meet"
+                )
 
 
 def test_dp_proto_deals_over_all_ranks() -> None:

@@ -49,26 +49,26 @@ def test_by_hand() -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("seed", range(5))
-def test_shares_of_random_micro_batches_add_up(how: Aggregation, seed: int) -> None:
-    x, mask = minibatch(seed)
-    x.requires_grad_()
-    whole = denominator(mask, how, LONGEST)
-    value = aggregate(x, mask, how, whole)
-    assert value.item() == pytest.approx(by_definition(x, mask, how), abs=1e-12)
-    (slope,) = torch.autograd.grad(value, x)
-    assert (slope[~mask] == 0).all()
-    assert (slope[mask] > 0).all()
+def test_shares_of_random_micro_batches_add_up(how: Aggregation) -> None:
+    for seed in range(5):
+        x, mask = minibatch(seed)
+        x.requires_grad_()
+        whole = denominator(mask, how, LONGEST)
+        value = aggregate(x, mask, how, whole)
+        assert value.item() == pytest.approx(by_definition(x, mask, how), abs=1e-12)
+        (slope,) = torch.autograd.grad(value, x)
+        assert (slope[~mask] == 0).all()
+        assert (slope[mask] > 0).all()
 
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    parts = torch.tensor_split(order, [1, 3, 8])  # as several ranks with several micro-batches each would hold them
-    # Each micro-batch is cut to its own longest response, as a worker does.
-    cut = [(rows, int(mask[rows].any(0).nonzero().max()) + 1 if mask[rows].any() else 0) for rows in parts]
-    total = sum(denominator(mask[rows, :n], how, LONGEST) for rows, n in cut)
-    assert total == whole
-    shares = torch.stack([aggregate(x[rows, :n], mask[rows, :n], how, total) for rows, n in cut])
-    torch.testing.assert_close(shares.sum(), value, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(shares.sum(), x)[0], slope, rtol=0, atol=1e-12)
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+        parts = torch.tensor_split(order, [1, 3, 8])  # as several ranks with several micro-batches each would hold them
+        # Each micro-batch is cut to its own longest response, as a worker does.
+        cut = [(rows, int(mask[rows].any(0).nonzero().max()) + 1 if mask[rows].any() else 0) for rows in parts]
+        total = sum(denominator(mask[rows, :n], how, LONGEST) for rows, n in cut)
+        assert total == whole
+        shares = torch.stack([aggregate(x[rows, :n], mask[rows, :n], how, total) for rows, n in cut])
+        torch.testing.assert_close(shares.sum(), value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(shares.sum(), x)[0], slope, rtol=0, atol=1e-12)
 
 
 def test_mean_of_micro_batch_means_is_another_number() -> None:
@@ -95,15 +95,15 @@ def test_rows_that_only_fill_up_change_nothing(how: Aggregation) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_nothing_valid(how: Aggregation, tokens: int) -> None:
-    x, mask = torch.ones(2, tokens, requires_grad=True), torch.zeros(2, tokens)
-    whole = denominator(mask, how, LONGEST)
-    share = aggregate(x, mask, how, whole)
-    (slope,) = torch.autograd.grad(share, x)
-    assert whole == 0
-    assert share == 0
-    assert not slope.any()
+def test_nothing_valid(how: Aggregation) -> None:
+    for tokens in [0, 3]:
+        x, mask = torch.ones(2, tokens, requires_grad=True), torch.zeros(2, tokens)
+        whole = denominator(mask, how, LONGEST)
+        share = aggregate(x, mask, how, whole)
+        (slope,) = torch.autograd.grad(share, x)
+        assert whole == 0
+        assert share == 0
+        assert not slope.any()
 
 
 @every_mode

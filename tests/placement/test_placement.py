@@ -67,27 +67,27 @@ def test_roles_that_deepspeed_trains_on_the_same_devices_share_t() -> None:
 FOUR_DEVICES = {"a": (4, ["actor"])}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Placement.of({"a": (1, ["actor"]), "b": (1, ["actor"])}), "role 'actor' twice"),
-        (lambda: Placement.of({"a": (1, ["actr"])}), "unknown role 'actr'"),
-        (lambda: Placement.of({"a": (0, ["actor"])}), "must be at least 1"),
-        (lambda: Placement.of({"my pool": (1, ["actor"])}), "plain identifier"),
-        (lambda: Placement.of({}), "needs at least one"),
-        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 2, 3)}), r"p\*t\*d is 6.*use d=2"),
-        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 3, 1)}), r"p\*t\*d is 3.*give the pool 3 devices"),
-        (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 4)}), r"the three numbers \(p, t, d\)"),
-        (lambda: Placement.of(FOUR_DEVICES, layouts={"critic": (1, 1, 4)}), "'critic' has no pool"),
-        (lambda: Placement.of(FOUR_DEVICES, layouts={"actr": (1, 1, 4)}), "unknown role 'actr'"),
-        (lambda: Placement.split(3), "even number of devices"),
-        (lambda: Placement.standalone(actor=1).restrict(["actor", "critic"]), "'critic' has no pool"),
-        (lambda: Placement.standalone(actor=1, critic=1).restrict(["actor"]), "pool 'critic' has no role"),
-    ],
-)
-def test_bad_placements_name_the_value_and_the_rule(make: object, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        make()  # type: ignore[operator]
+BAD: list[tuple[object, str]] = [
+    (lambda: Placement.of({"a": (1, ["actor"]), "b": (1, ["actor"])}), "role 'actor' twice"),
+    (lambda: Placement.of({"a": (1, ["actr"])}), "unknown role 'actr'"),
+    (lambda: Placement.of({"a": (0, ["actor"])}), "must be at least 1"),
+    (lambda: Placement.of({"my pool": (1, ["actor"])}), "plain identifier"),
+    (lambda: Placement.of({}), "needs at least one"),
+    (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 2, 3)}), r"p\*t\*d is 6.*use d=2"),
+    (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 3, 1)}), r"p\*t\*d is 3.*give the pool 3 devices"),
+    (lambda: Placement.of(FOUR_DEVICES, layouts={"actor": (1, 4)}), r"the three numbers \(p, t, d\)"),
+    (lambda: Placement.of(FOUR_DEVICES, layouts={"critic": (1, 1, 4)}), "'critic' has no pool"),
+    (lambda: Placement.of(FOUR_DEVICES, layouts={"actr": (1, 1, 4)}), "unknown role 'actr'"),
+    (lambda: Placement.split(3), "even number of devices"),
+    (lambda: Placement.standalone(actor=1).restrict(["actor", "critic"]), "'critic' has no pool"),
+    (lambda: Placement.standalone(actor=1, critic=1).restrict(["actor"]), "pool 'critic' has no role"),
+]
+
+
+def test_bad_placements_name_the_value_and_the_rule(subtests: pytest.Subtests) -> None:
+    for make, message in BAD:
+        with subtests.test(make=make, message=message), pytest.raises(BadInput, match=message):
+            make()  # type: ignore[operator]
 
 
 def test_a_placement_is_a_value() -> None:

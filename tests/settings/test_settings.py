@@ -93,108 +93,110 @@ WRONG: dict[tuple[Any, str], tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "field"), WRONG, ids=lambda part: getattr(part, "__name__", part))
-def test_a_wrong_value_names_the_field(kind: Any, field: str) -> None:
-    given = {"name": "tiny-llama"} if kind is wb.Model else {}
-    called = f"{field}=" if kind is wb.Sampling else f"{kind.__name__}.{field}="
-    for value in WRONG[kind, field]:
-        if value is None and field == "name":
-            continue
-        with pytest.raises(BadInput) as caught:
-            kind(**{**given, field: value})
-        assert caught.value.value.startswith(called), value
-        assert caught.value.rule.startswith("must "), value
+def test_a_wrong_value_names_the_field(subtests: pytest.Subtests) -> None:
+    for kind, field in WRONG:
+        with subtests.test(kind=kind, field=field):
+            given = {"name": "tiny-llama"} if kind is wb.Model else {}
+            called = f"{field}=" if kind is wb.Sampling else f"{kind.__name__}.{field}="
+            for value in WRONG[kind, field]:
+                if value is None and field == "name":
+                    continue
+                with pytest.raises(BadInput) as caught:
+                    kind(**{**given, field: value})
+                assert caught.value.value.startswith(called), value
+                assert caught.value.rule.startswith("must "), value
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "value", "rule", "remedy"),
-    [
-        (
-            wb.Training,
-            {"minibatches": 0},
-            "Training.minibatches=0",
-            "must be at least 1",
-            "write minibatches=1, its default",
-        ),
-        (wb.Training, {"eps": 0.0}, "Training.eps=0.0", "must be more than 0", "write eps=1e-08, its default"),
-        (wb.LoRA, {"alpha": INF}, "LoRA.alpha=inf", "must be a finite number", "write alpha=32.0, its default"),
-        (
-            wb.Training,
-            {"learning_rate": "1e-6"},
-            "Training.learning_rate='1e-6'",
-            "must be a number, or None",
-            "write learning_rate=1e-06, without quotes",
-        ),
-        (
-            wb.Training,
-            {"learning_rate": "fast"},
-            "Training.learning_rate='fast'",
-            "must be a number, or None",
-            "write learning_rate=None, its default",
-        ),
-        (
-            wb.Generation,
-            {"max_rows": 1.5},
-            "Generation.max_rows=1.5",
-            "must be a whole number, or None",
-            "write max_rows=None, its default",
-        ),
-        (
-            wb.Sampling,
-            {"ignore_eos": 1},
-            "ignore_eos=1",
-            "must be True or False",
-            "write ignore_eos=False, its default",
-        ),
-        (
-            wb.Sampling,
-            {"stop": "a"},
-            "stop='a'",
-            "must be a sequence of non-empty strings",
-            "a single one stands in a tuple too: stop=('END',)",
-        ),
-        (
-            wb.Model,
-            {"name": "tiny-llama", "adapter": {"rank": 4}},
-            "Model.adapter={'rank': 4}",
-            "must be a wb.LoRA(...), or None",
-            "write wb.LoRA(rank=4)",
-        ),
-        (wb.Layout, {"t": 0}, "Layout.t=0", "must be at least 1", "write t=1, its default"),
-        (
-            wb.Training,
-            {"weight_decay": NAN},
-            "Training.weight_decay=nan",
-            "must be a number, not nan",
-            "write weight_decay=0.0, its default",
-        ),
-        (
-            wb.Training,
-            {"weight_decay": 10**400},
-            f"Training.weight_decay={str(10**400)[:60]}",
-            "must be at most 1.8e+308, the largest float",
-            "write weight_decay=0.0, its default",
-        ),
-        (
-            wb.Training,
-            {"warmup_steps": -(10**5000)},
-            "Training.warmup_steps=<int>",
-            "must fit into 64 bits",
-            "write warmup_steps=0, its default",
-        ),
-        (
-            wb.Sampling,
-            {"temperature": INF},
-            "temperature=inf",
-            "must be 0 (greedy), or a number in [0.01, 2]: the engines sample at no other temperature",
-            "write temperature=1.0, its default",
-        ),
-    ],
-)
-def test_value_rule_and_remedy(kind: Any, given: dict[str, Any], value: str, rule: str, remedy: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        kind(**given)
-    assert (caught.value.value, caught.value.rule, caught.value.remedy) == (value, rule, remedy)
+RULES: list[tuple[Any, dict[str, Any], str, str, str]] = [
+    (
+        wb.Training,
+        {"minibatches": 0},
+        "Training.minibatches=0",
+        "must be at least 1",
+        "write minibatches=1, its default",
+    ),
+    (wb.Training, {"eps": 0.0}, "Training.eps=0.0", "must be more than 0", "write eps=1e-08, its default"),
+    (wb.LoRA, {"alpha": INF}, "LoRA.alpha=inf", "must be a finite number", "write alpha=32.0, its default"),
+    (
+        wb.Training,
+        {"learning_rate": "1e-6"},
+        "Training.learning_rate='1e-6'",
+        "must be a number, or None",
+        "write learning_rate=1e-06, without quotes",
+    ),
+    (
+        wb.Training,
+        {"learning_rate": "fast"},
+        "Training.learning_rate='fast'",
+        "must be a number, or None",
+        "write learning_rate=None, its default",
+    ),
+    (
+        wb.Generation,
+        {"max_rows": 1.5},
+        "Generation.max_rows=1.5",
+        "must be a whole number, or None",
+        "write max_rows=None, its default",
+    ),
+    (
+        wb.Sampling,
+        {"ignore_eos": 1},
+        "ignore_eos=1",
+        "must be True or False",
+        "write ignore_eos=False, its default",
+    ),
+    (
+        wb.Sampling,
+        {"stop": "a"},
+        "stop='a'",
+        "must be a sequence of non-empty strings",
+        "a single one stands in a tuple too: stop=('END',)",
+    ),
+    (
+        wb.Model,
+        {"name": "tiny-llama", "adapter": {"rank": 4}},
+        "Model.adapter={'rank': 4}",
+        "must be a wb.LoRA(...), or None",
+        "write wb.LoRA(rank=4)",
+    ),
+    (wb.Layout, {"t": 0}, "Layout.t=0", "must be at least 1", "write t=1, its default"),
+    (
+        wb.Training,
+        {"weight_decay": NAN},
+        "Training.weight_decay=nan",
+        "must be a number, not nan",
+        "write weight_decay=0.0, its default",
+    ),
+    (
+        wb.Training,
+        {"weight_decay": 10**400},
+        f"Training.weight_decay={str(10**400)[:60]}",
+        "must be at most 1.8e+308, the largest float",
+        "write weight_decay=0.0, its default",
+    ),
+    (
+        wb.Training,
+        {"warmup_steps": -(10**5000)},
+        "Training.warmup_steps=<int>",
+        "must fit into 64 bits",
+        "write warmup_steps=0, its default",
+    ),
+    (
+        wb.Sampling,
+        {"temperature": INF},
+        "temperature=inf",
+        "must be 0 (greedy), or a number in [0.01, 2]: the engines sample at no other temperature",
+        "write temperature=1.0, its default",
+    ),
+]
+
+
+def test_value_rule_and_remedy(subtests: pytest.Subtests) -> None:
+    for kind, given, value, rule, remedy in RULES:
+        with subtests.test(kind=kind, given=given):
+            with pytest.raises(BadInput) as caught:
+                kind(**given)
+            assert (caught.value.value, caught.value.rule, caught.value.remedy) == (value, rule, remedy)
 
 
 def test_fields_by_position() -> None:
@@ -206,22 +208,22 @@ def test_fields_by_position() -> None:
     assert (caught.value.value, caught.value.remedy) == ("Training('torch')", "write engine=")
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({"max_new_tokens": np.int64(3)}, 3),
-        ({"temperature": np.float32(0.5)}, 0.5),
-        ({"temperature": Fraction(1, 2)}, 0.5),
-        ({"temperature": 0}, 0.0),
-        ({"logit_bias": {np.int64(5): -INF}}, {5: -INF}),
-        ({"stop": ["a", "b"]}, ("a", "b")),
-        ({"stop_token_ids": [np.int32(2)]}, (2,)),
-    ],
-)
-def test_values_are_kept_as_plain_ones(given: dict[str, Any], kept: Any) -> None:
-    made = getattr(wb.Sampling(**given), next(iter(given)))
-    assert made == kept
-    assert type(made) is type(kept)
+KEPT: list[tuple[dict[str, Any], Any]] = [
+    ({"max_new_tokens": np.int64(3)}, 3),
+    ({"temperature": np.float32(0.5)}, 0.5),
+    ({"temperature": Fraction(1, 2)}, 0.5),
+    ({"temperature": 0}, 0.0),
+    ({"logit_bias": {np.int64(5): -INF}}, {5: -INF}),
+    ({"stop": ["a", "b"]}, ("a", "b")),
+    ({"stop_token_ids": [np.int32(2)]}, (2,)),
+]
+
+
+def test_values_are_kept_as_plain_ones() -> None:
+    for given, kept in KEPT:
+        made = getattr(wb.Sampling(**given), next(iter(given)))
+        assert made == kept
+        assert type(made) is type(kept)
 
 
 def test_settings_are_dataclasses_that_travel() -> None:
@@ -274,22 +276,23 @@ class DerivedSampling(wb.Sampling):
     note: str = ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "value"),
-    [
-        (Derived, {"learning_rate": "1e-6", "zero_stage": 7}, "Derived.zero_stage=7"),
-        (Derived, {"learning_rate": "1e-6"}, "Derived.learning_rate='1e-6'"),
-        (Derived, {"note": 3}, "Derived.note=3"),
-        (Derived, {"note": "bad"}, "Derived.note='bad'"),
-        (Derived, {"nots": "bad"}, "Derived(nots='bad')"),
-        (DerivedSampling, {"top_p": 2}, "top_p=2"),
-        (DerivedSampling, {"min_new_tokens": 65}, "min_new_tokens=65"),
-    ],
-)
-def test_a_subclass_is_checked_as_its_base_is(kind: Any, given: dict[str, Any], value: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        kind(**given)
-    assert caught.value.value == value
+OF_SUBCLASSES: list[tuple[Any, dict[str, Any], str]] = [
+    (Derived, {"learning_rate": "1e-6", "zero_stage": 7}, "Derived.zero_stage=7"),
+    (Derived, {"learning_rate": "1e-6"}, "Derived.learning_rate='1e-6'"),
+    (Derived, {"note": 3}, "Derived.note=3"),
+    (Derived, {"note": "bad"}, "Derived.note='bad'"),
+    (Derived, {"nots": "bad"}, "Derived(nots='bad')"),
+    (DerivedSampling, {"top_p": 2}, "top_p=2"),
+    (DerivedSampling, {"min_new_tokens": 65}, "min_new_tokens=65"),
+]
+
+
+def test_a_subclass_is_checked_as_its_base_is(subtests: pytest.Subtests) -> None:
+    for kind, given, value in OF_SUBCLASSES:
+        with subtests.test(kind=kind, given=given):
+            with pytest.raises(BadInput) as caught:
+                kind(**given)
+            assert caught.value.value == value
 
 
 def test_a_subclass_keeps_plain_values_and_travels() -> None:

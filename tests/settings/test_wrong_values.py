@@ -57,11 +57,12 @@ def test_a_batch_of_another_tokenizer(lab: wb.Workbench, batch: wb.Batch, tmp_pa
     assert lab.load(path).rows == 4
 
 
-@pytest.mark.parametrize("token_id", [-1, 10**6])
-@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "chosen_ids", "rejected_ids"])
-def test_a_token_id_that_is_none(lab: wb.Workbench, name: str, token_id: int) -> None:
-    with pytest.raises(BadInput, match=f"'{name}' has token id {token_id} in row 1.*ids 0 to"):
-        lab.put({name: Ragged.of([[1, 2], [3, token_id]], torch.int64)})
+def test_a_token_id_that_is_none(lab: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for name in ["prompt_ids", "response_ids", "chosen_ids", "rejected_ids"]:
+        for token_id in [-1, 10**6]:
+            said = f"'{name}' has token id {token_id} in row 1.*ids 0 to"
+            with subtests.test(said), pytest.raises(BadInput, match=said):
+                lab.put({name: Ragged.of([[1, 2], [3, token_id]], torch.int64)})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -102,23 +103,23 @@ def test_what_is_no_table(lab: wb.Workbench, batch: wb.Batch, table: Callable[[w
         lab.put(table(batch))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=500), "max_new_tokens=500.*=192"),
-        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", kl_coefficient=-1), "kl_coefficient=-1"),
-        (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", gamma="1"), "gamma='1'.*a number"),
-        (lambda lab, batch: lab.actor.generate_sequences(batch, samples=1.5), "samples=1.5.*whole number"),
-        (lambda lab, batch: wb.Training(minibatches=1.5), "minibatches=1.5.*whole number"),  # type: ignore[arg-type]
-        (lambda lab, batch: wb.Training(minibatches=True), "minibatches=True.*whole number"),
-        (lambda lab, batch: wb.Training(warmup_steps=-1), "warmup_steps=-1"),
-        (lambda lab, batch: setattr(lab.store, "limit_bytes", "1GB"), "limit_bytes='1GB'.*whole number"),
-        (lambda lab, batch: setattr(lab.store, "limit_bytes", -5), "limit_bytes=-5.*at least 0"),
-    ],
-)
-def test_numbers(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        call(lab, batch)
+NUMBERS: list[tuple[Callable[[Any, wb.Batch], Any], str]] = [
+    (lambda lab, batch: lab.actor.generate_sequences(batch, max_new_tokens=500), "max_new_tokens=500.*=192"),
+    (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", kl_coefficient=-1), "kl_coefficient=-1"),
+    (lambda lab, batch: lab.compute_advantages(batch, estimator="rloo", gamma="1"), "gamma='1'.*a number"),
+    (lambda lab, batch: lab.actor.generate_sequences(batch, samples=1.5), "samples=1.5.*whole number"),
+    (lambda lab, batch: wb.Training(minibatches=1.5), "minibatches=1.5.*whole number"),  # type: ignore[arg-type]
+    (lambda lab, batch: wb.Training(minibatches=True), "minibatches=True.*whole number"),
+    (lambda lab, batch: wb.Training(warmup_steps=-1), "warmup_steps=-1"),
+    (lambda lab, batch: setattr(lab.store, "limit_bytes", "1GB"), "limit_bytes='1GB'.*whole number"),
+    (lambda lab, batch: setattr(lab.store, "limit_bytes", -5), "limit_bytes=-5.*at least 0"),
+]
+
+
+def test_numbers(lab: wb.Workbench, batch: wb.Batch, subtests: pytest.Subtests) -> None:
+    for call, message in NUMBERS:
+        with subtests.test(call=call, message=message), pytest.raises(BadInput, match=message):
+            call(lab, batch)
 
 
 @pytest.mark.parametrize("epochs", [1.5, True, "2"])
@@ -144,34 +145,34 @@ class Demanding:
         return "", 0.0, True
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda lab, b: lab.actor.generate_sequences(b, environment=Mute), "environment Mute has no method step"),
-        (
-            lambda lab, b: lab.actor.generate_sequences(b, environment=Deaf),
-            r"step\(self.*of environment Deaf: too many",
-        ),
-        (
-            lambda lab, b: lab.actor.generate_sequences(b, environment=Demanding),
-            r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
-        ),
-        (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
-        (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*algorithms by name"),
-        (lambda lab, b: lab.compare(b.df(), {}), "batch=<DataFrame>"),
-        (lambda lab, b: lab.report("x", {"a": "b"}), r"metrics=\{'a': 'b'\}.*numbers by name"),
-        (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
-        (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),  # type: ignore[arg-type]
-        (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
-        (
-            lambda lab, b: wb.SFT(lab, lab.demonstrations([{"prompt": "a", "response": "b"}]), rows=4),
-            "rows=4 of .*rows=1",
-        ),
-    ],
-)
-def test_calls(lab: wb.Workbench, batch: wb.Batch, call: Callable[[Any, wb.Batch], Any], message: str) -> None:
-    with pytest.raises(wb.errors.WorkbenchError, match=message):
-        call(lab, batch)
+CALLS: list[tuple[Callable[[Any, wb.Batch], Any], str]] = [
+    (lambda lab, b: lab.actor.generate_sequences(b, environment=Mute), "environment Mute has no method step"),
+    (
+        lambda lab, b: lab.actor.generate_sequences(b, environment=Deaf),
+        r"step\(self.*of environment Deaf: too many",
+    ),
+    (
+        lambda lab, b: lab.actor.generate_sequences(b, environment=Demanding),
+        r"environment Demanding raised TypeError.*missing.*'goal'; the row has prompt, answer",
+    ),
+    (lambda lab, b: lab.lineage("batch3 v7"), "no batch 'batch3 v7' in the store"),
+    (lambda lab, b: lab.compare(b, [1]), r"arms=\[1\].*algorithms by name"),
+    (lambda lab, b: lab.compare(b.df(), {}), "batch=<DataFrame>"),
+    (lambda lab, b: lab.report("x", {"a": "b"}), r"metrics=\{'a': 'b'\}.*numbers by name"),
+    (lambda lab, b: lab.report("x", 3), "metrics=3.*numbers by name"),
+    (lambda lab, b: wb.SFT(lab, [{"prompt": "a", "response": "b"}]), r"lab\.demonstrations\(source\)"),  # type: ignore[arg-type]
+    (lambda lab, b: wb.DPO(lab, "pairs.jsonl"), r"lab\.pairs\(source\)"),  # type: ignore[arg-type]
+    (
+        lambda lab, b: wb.SFT(lab, lab.demonstrations([{"prompt": "a", "response": "b"}]), rows=4),
+        "rows=4 of .*rows=1",
+    ),
+]
+
+
+def test_calls(lab: wb.Workbench, batch: wb.Batch, subtests: pytest.Subtests) -> None:
+    for call, message in CALLS:
+        with subtests.test(call=call, message=message), pytest.raises(wb.errors.WorkbenchError, match=message):
+            call(lab, batch)
 
 
 def test_lineage_by_name(lab: wb.Workbench, batch: wb.Batch) -> None:
@@ -179,21 +180,21 @@ def test_lineage_by_name(lab: wb.Workbench, batch: wb.Batch) -> None:
     assert set(lab.lineage(batch)["stage"]) >= {"reward.compute_reward", "actor.generate_sequences", "prompts"}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: wb.Placement.of({"a": (["actor"], 1)}), r"'a': \(\['actor'\], 1\).*\(devices, roles\)"),  # type: ignore[dict-item]
-        (lambda: wb.Placement.of({"a": (1, "actor")}), r"\(devices, roles\)"),
-        (lambda: wb.Correction(low=0.5), r"low=0\.5 with bound='truncate'.*bound='mask'"),
-        (lambda: wb.Correction(levl="token"), r"Correction\(levl='token'\).*level= \(the nearest\)"),  # type: ignore[call-arg]
-        (lambda: wb.PPO(prompts=4), r"PPO\(\) without lab.*PPO\(lab="),  # type: ignore[call-arg]
-        (lambda: wb.protocol("FIRST", collect=[0]), r"collect=\[0\].*must be a function"),  # type: ignore[arg-type]
-        (lambda: wb.Model(TINY, training={"engine": "torch"}), r"wb\.Training\(engine='torch'\)"),  # type: ignore[arg-type]
-    ],
-)
-def test_settings(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        make()
+SETTINGS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: wb.Placement.of({"a": (["actor"], 1)}), r"'a': \(\['actor'\], 1\).*\(devices, roles\)"),  # type: ignore[dict-item]
+    (lambda: wb.Placement.of({"a": (1, "actor")}), r"\(devices, roles\)"),
+    (lambda: wb.Correction(low=0.5), r"low=0\.5 with bound='truncate'.*bound='mask'"),
+    (lambda: wb.Correction(levl="token"), r"Correction\(levl='token'\).*level= \(the nearest\)"),  # type: ignore[call-arg]
+    (lambda: wb.PPO(prompts=4), r"PPO\(\) without lab.*PPO\(lab="),  # type: ignore[call-arg]
+    (lambda: wb.protocol("FIRST", collect=[0]), r"collect=\[0\].*must be a function"),  # type: ignore[arg-type]
+    (lambda: wb.Model(TINY, training={"engine": "torch"}), r"wb\.Training\(engine='torch'\)"),  # type: ignore[arg-type]
+]
+
+
+def test_settings(subtests: pytest.Subtests) -> None:
+    for make, message in SETTINGS:
+        with subtests.test(make=make, message=message), pytest.raises(BadInput, match=message):
+            make()
 
 
 @pytest.mark.parametrize(
@@ -216,17 +217,18 @@ def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytes
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        ([1], r"meta=\[1\].*must be a dict"),
-        ({1: 2}, "a key of meta=1.*must be a text"),
-        ({"iteration": "x"}, r"put\(\): meta\['iteration'\]='x'.*whole number"),
-        ({"iteration": -1}, r"meta\['iteration'\]=-1"),
-        ({"temperature": float("nan")}, r"meta\['temperature'\]=nan"),
-    ],
-)
-def test_meta_that_no_stage_can_read(lab: wb.Workbench, meta: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        lab.put({"x": torch.ones(2)}, meta=meta)
-    assert lab.put({"x": torch.ones(2)}, meta={"note": None, "iteration": 2}).meta["note"] is None
+META: list[tuple[Any, str]] = [
+    ([1], r"meta=\[1\].*must be a dict"),
+    ({1: 2}, "a key of meta=1.*must be a text"),
+    ({"iteration": "x"}, r"put\(\): meta\['iteration'\]='x'.*whole number"),
+    ({"iteration": -1}, r"meta\['iteration'\]=-1"),
+    ({"temperature": float("nan")}, r"meta\['temperature'\]=nan"),
+]
+
+
+def test_meta_that_no_stage_can_read(lab: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for meta, message in META:
+        with subtests.test(meta=meta, message=message):
+            with pytest.raises(BadInput, match=message):
+                lab.put({"x": torch.ones(2)}, meta=meta)
+            assert lab.put({"x": torch.ones(2)}, meta={"note": None, "iteration": 2}).meta["note"] is None

@@ -130,33 +130,32 @@ def test_shards_of_a_stage_that_failed_are_dropped_but_for_rows_that_were_finish
     assert shards(lab) == before
 
 
-@pytest.mark.parametrize(
-    ("stage", "arguments", "message"),
-    [
-        ("actor.update_actor", {"epochs": 0}, "epochs=0"),
-        ("actor.update_actor", {"clip": -0.1}, "clip=-0.1"),
-        ("actor.update_actor", {"dual_clip": 0.5}, "dual_clip=0.5"),
-        ("actor.update_actor", {"aggregation": "mean"}, "aggregation='mean'.*'token-mean'"),
-        ("actor.update_actor", {"aggregation": "fixed-length"}, "give max_response_tokens"),
-        ("actor.update_actor", {"kl": "k4"}, "kl='k4'"),
-        ("actor.compute_log_prob", {"temperature": 0}, "temperature=0"),
-        ("reference.compute_ref_log_prob", {"temperature": -1}, "temperature=-1"),
-        ("critic.update_critic", {"clip": 0}, "clip=0"),
-        ("reward.compute_reward", {"concurrency": 0}, "concurrency=0"),
-        ("reward.compute_reward", {"timeout_s": 0}, "timeout_s=0"),
-        ("reward.compute_reward", {"function": "vowels"}, "must be a function"),
-        ("compute_advantages", {"gamma": 1.5}, "gamma=1.5"),
-        ("compute_advantages", {"estimator": "gea"}, "estimator='gea'"),
-    ],
-)
-def test_arguments_are_checked_before_anything_is_sent(
-    lab: wb.Workbench, stage: str, arguments: dict[str, Any], message: str
-) -> None:
-    batch = lab.prompts.next(2)  # lacks every column that the stages read: arguments come first
-    role, _, name = stage.rpartition(".")
-    operation = getattr(getattr(lab, role) if role else lab, name)
-    with pytest.raises(BadInput, match=message):
-        operation(batch, **arguments)
+WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("actor.update_actor", {"epochs": 0}, "epochs=0"),
+    ("actor.update_actor", {"clip": -0.1}, "clip=-0.1"),
+    ("actor.update_actor", {"dual_clip": 0.5}, "dual_clip=0.5"),
+    ("actor.update_actor", {"aggregation": "mean"}, "aggregation='mean'.*'token-mean'"),
+    ("actor.update_actor", {"aggregation": "fixed-length"}, "give max_response_tokens"),
+    ("actor.update_actor", {"kl": "k4"}, "kl='k4'"),
+    ("actor.compute_log_prob", {"temperature": 0}, "temperature=0"),
+    ("reference.compute_ref_log_prob", {"temperature": -1}, "temperature=-1"),
+    ("critic.update_critic", {"clip": 0}, "clip=0"),
+    ("reward.compute_reward", {"concurrency": 0}, "concurrency=0"),
+    ("reward.compute_reward", {"timeout_s": 0}, "timeout_s=0"),
+    ("reward.compute_reward", {"function": "vowels"}, "must be a function"),
+    ("compute_advantages", {"gamma": 1.5}, "gamma=1.5"),
+    ("compute_advantages", {"estimator": "gea"}, "estimator='gea'"),
+]
+
+
+def test_arguments_are_checked_before_anything_is_sent(lab: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for stage, arguments, message in WRONG_ARGUMENTS:
+        with subtests.test(stage=stage, arguments=arguments):
+            batch = lab.prompts.next(2)  # lacks every column that the stages read: arguments come first
+            role, _, name = stage.rpartition(".")
+            operation = getattr(getattr(lab, role) if role else lab, name)
+            with pytest.raises(BadInput, match=message):
+                operation(batch, **arguments)
 
 
 def test_a_penalty_in_the_loss_needs_the_reference(lab: wb.Workbench) -> None:

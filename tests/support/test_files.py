@@ -35,16 +35,17 @@ def places(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["folder", "pipe", "link", "dangling", "loop", "zero", "socket"])
-def test_only_a_regular_file_is_read_or_replaced(places: Path, name: str) -> None:
-    before = (places / name).lstat()
-    with pytest.raises(BadInput, match=f"{name}' (is a|cannot be read)"):
-        files.read_bytes(places / name)
-    with pytest.raises(BadInput, match=f"{name}' is a .*in the place of a file only"):
-        files.write_bytes(places / name, b"x")
-    assert (places / name).lstat() == before
-    assert (places / "file").read_bytes() == b"content"
-    assert not (places / "nowhere").exists()
+def test_only_a_regular_file_is_read_or_replaced(places: Path, subtests: pytest.Subtests) -> None:
+    for name in ["folder", "pipe", "link", "dangling", "loop", "zero", "socket"]:
+        with subtests.test(name=name):
+            before = (places / name).lstat()
+            with pytest.raises(BadInput, match=f"{name}' (is a|cannot be read)"):
+                files.read_bytes(places / name)
+            with pytest.raises(BadInput, match=f"{name}' is a .*in the place of a file only"):
+                files.write_bytes(places / name, b"x")
+            assert (places / name).lstat() == before
+            assert (places / "file").read_bytes() == b"content"
+            assert not (places / "nowhere").exists()
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/full", "/dev/null", "/dev/tty"])
@@ -126,10 +127,10 @@ def test_a_size_is_a_limit_also_of_files_that_do_not_say_it(tmp_path: Path) -> N
 NO_PATHS = [5, None, b"x", "", "a\0b", "x" * 256, "é" * 200, "/x" * 3000, "\ud800", "~nosuchuser/x", ["x"], 1.5, True]
 
 
-@pytest.mark.parametrize("value", NO_PATHS, ids=lambda value: repr(value)[:20])
-def test_what_no_file_can_be_called_is_said_to_be_wrong(value: object) -> None:
-    with expect_error(BadInput, value="^where="):
-        files.path_of(value, "where")
+def test_what_no_file_can_be_called_is_said_to_be_wrong(subtests: pytest.Subtests) -> None:
+    for value in NO_PATHS:
+        with subtests.test(value=value), expect_error(BadInput, value="^where="):
+            files.path_of(value, "where")
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_says_how_much_is_free(tmp_path: Path) -> None:

@@ -48,38 +48,27 @@ def other_worker() -> type:
     return Mine
 
 
-@pytest.mark.parametrize(
-    ("one", "same", "other"),
-    [
-        (
-            functools.partial(weigh, weight=2.0),
-            functools.partial(weigh, weight=2.0),
-            functools.partial(weigh, weight=3),
-        ),
-        (Scorer(1.0), Scorer(1.0), Scorer(2.0)),
-        (Scorer(1.0).__call__, Scorer(1.0).__call__, Scorer(2.0).__call__),
-        (scaled(1.0), scaled(1.0), scaled(2.0)),
-        (worker(1), worker(1), worker(2)),
-        (worker(1), worker(1), other_worker()),
-        ({"a": 1, "b": {2, 3}}, {"b": {3, 2}, "a": 1}, {"a": 2, "b": {2, 3}}),
-        ([lambda x: x + 1], [lambda x: x + 1], [lambda x: x + 2]),
-        ([weigh], [weigh], [fingerprint]),
-    ],
-    ids=[
-        "partial",
-        "callable object",
-        "bound method",
-        "closure",
-        "class member",
-        "method",
-        "dict",
-        "lambda",
-        "function",
-    ],
-)
-def test_equal_content_and_only_that_counts_as_equal(one: Any, same: Any, other: Any) -> None:
-    assert fingerprint(one) == fingerprint(same)
-    assert fingerprint(one) != fingerprint(other)
+CONTENTS: list[tuple[Any, Any, Any]] = [
+    (
+        functools.partial(weigh, weight=2.0),
+        functools.partial(weigh, weight=2.0),
+        functools.partial(weigh, weight=3),
+    ),
+    (Scorer(1.0), Scorer(1.0), Scorer(2.0)),
+    (Scorer(1.0).__call__, Scorer(1.0).__call__, Scorer(2.0).__call__),
+    (scaled(1.0), scaled(1.0), scaled(2.0)),
+    (worker(1), worker(1), worker(2)),
+    (worker(1), worker(1), other_worker()),
+    ({"a": 1, "b": {2, 3}}, {"b": {3, 2}, "a": 1}, {"a": 2, "b": {2, 3}}),
+    ([lambda x: x + 1], [lambda x: x + 1], [lambda x: x + 2]),
+    ([weigh], [weigh], [fingerprint]),
+]
+
+
+def test_equal_content_and_only_that_counts_as_equal() -> None:
+    for one, same, other in CONTENTS:
+        assert fingerprint(one) == fingerprint(same)
+        assert fingerprint(one) != fingerprint(other)
 
 
 @pytest.mark.parametrize("of", [lambda first: {0: first}, lambda first: {first}, lambda first: [first]])

@@ -9,13 +9,13 @@ import pytest
 from workbench.support.intervals import clustered_half_width, student_quantile
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31, 200, 1023])
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.975, 0.999])
-def test_quantiles_of_student_s_distribution(degrees: int, probability: float) -> None:
-    t = student_quantile(probability, degrees)
-    x = mpmath.mpf(degrees) / (degrees + mpmath.mpf(t) ** 2)
-    below = 1 - mpmath.betainc(mpmath.mpf(degrees) / 2, 0.5, 0, x, regularized=True) / 2
-    assert float(below) == pytest.approx(probability, abs=1e-12)
+def test_quantiles_of_student_s_distribution() -> None:
+    for probability in [0.6, 0.9, 0.975, 0.999]:
+        for degrees in [1, 2, 3, 4, 7, 10, 31, 200, 1023]:
+            t = student_quantile(probability, degrees)
+            x = mpmath.mpf(degrees) / (degrees + mpmath.mpf(t) ** 2)
+            below = 1 - mpmath.betainc(mpmath.mpf(degrees) / 2, 0.5, 0, x, regularized=True) / 2
+            assert float(below) == pytest.approx(probability, abs=1e-12)
 
 
 def test_of_clusters_of_one_size_it_is_the_interval_of_their_means() -> None:

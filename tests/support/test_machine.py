@@ -70,11 +70,12 @@ def test_a_lock_keeps_others_out_until_its_holder_is_gone() -> None:
     holder.stdout.close()
 
 
-@pytest.mark.parametrize(("said", "threads"), [("1", 1), ("1,4", 1), ("64", 4), ("", 4), ("0", 4), ("many", 4)])
-def test_threads_are_a_share_of_the_cores_and_at_most_what_the_user_says(
-    monkeypatch: pytest.MonkeyPatch, said: str, threads: int
-) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 8)
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert machine.computing_threads(2) == threads
-    assert machine.computing_threads(100) == 1
+SAID: list[tuple[str, int]] = [("1", 1), ("1,4", 1), ("64", 4), ("", 4), ("0", 4), ("many", 4)]
+
+
+def test_threads_are_a_share_of_the_cores_and_at_most_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, threads in SAID:
+        monkeypatch.setattr(machine, "cores", lambda: 8)
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert machine.computing_threads(2) == threads
+        assert machine.computing_threads(100) == 1

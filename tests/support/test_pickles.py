@@ -38,10 +38,10 @@ def score(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
     exec(compile(CELL, FILE, "exec"), cell)
     plain = pickle.loads(cloudpickle.dumps(cell["score"])).__code__.co_filename
     assert plain == ("<dynamic-code>" if request.param else FILE)  # so the test shows what our own Pickler does
-    return cell["score"]  # type: ignore[no-any-return]
+    return cell["score"]
 
 
-def places(function: Callable[..., Any]) -> list[tuple[str, int]]:
+def places(function: Any) -> list[tuple[str, int]]:
     """The file and first line of a function's code and of all code inside it."""
 
     def inside(code: CodeType) -> list[CodeType]:

@@ -55,6 +55,11 @@ def report(store: TelemetryStore) -> None:
         store.aside = False
 
 
+def optional(tracker: str) -> None:
+    """Skip where a tracker is not installed: none of these is in the locked environment, and `make` installs none."""
+    pytest.importorskip(tracker, reason=f"{tracker} is an optional extra that the locked environment does not have")
+
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -132,8 +137,9 @@ def test_one_that_does_not_start_is_heard_of_before_anything_is(tmp_path: Path):
         tiny_lab("unstarted", tmp_path, backend="inline", track=[f"tensorboard={tmp_path / 'file'}"])
 
 
+@pytest.mark.thorough
 def test_wandb_offline(store: TelemetryStore, run: TrackedRun, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb")
+    optional("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     store.sinks.add("wandb=arithmetic", None, run, {})
     report(store)
@@ -149,10 +155,10 @@ def test_wandb_offline(store: TelemetryStore, run: TrackedRun, monkeypatch: pyte
     assert len(list(run.folder.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of its own database layer
 def test_mlflow(store: TelemetryStore, run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
+    optional("mlflow")
     database = tmp_path / "mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     store.sinks.add("mlflow=arithmetic", None, run, {})
@@ -168,9 +174,10 @@ def test_mlflow(store: TelemetryStore, run: TrackedRun, tmp_path: Path, monkeypa
     }
 
 
+@pytest.mark.thorough
 def test_trackio(store: TelemetryStore, run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
+    optional("trackio")
     store.sinks.add("trackio=arithmetic", None, run, {"auto_log_cpu": False})
     report(store)
     store.sinks.close()

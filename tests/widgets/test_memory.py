@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +152,9 @@ def test_hosts_are_asked_after_something_has_happened_and_not_often(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = Memory(lab, Driver(lab))
+    now_s = [1000.0]
     monkeypatch.setattr("workbench_widgets.memory.EVERY_S", 0.2)
+    monkeypatch.setattr("workbench_widgets.memory.time", SimpleNamespace(time=lambda: now_s[0]))
 
     def readings() -> int:
         return len(lab.telemetry.memory()["time_s"].unique())
@@ -162,7 +164,7 @@ def test_hosts_are_asked_after_something_has_happened_and_not_often(
             view.depends_on()
             if view._asking is not None:
                 view._asking.join()
-            time.sleep(0.1)
+            now_s[0] += 0.1
         return readings()
 
     once = look()

@@ -277,7 +277,7 @@ def test_while_nothing_happens_nothing_is_sent(lab: wb.Workbench, monkeypatch: p
     spent_s = panel.work_s
     time.sleep(2.0)
     assert sent == []
-    assert panel.work_s - spent_s < 0.1  # some looks at sizes of files
+    assert panel.work_s - spent_s < 0.5  # of processor time: some looks at sizes of files
     lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
     wait_until(lambda: "draw" in sent)
 

@@ -142,18 +142,19 @@ def test_rows_are_sorted_filtered_and_paged(view: Samples, lab: wb.Workbench) ->
     lab.release(batch)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "__import__('os').system('true')", "rewards.mean() > 0", "@rewards", "rewards", "3", "rewards > 'a'",
-        "[r for r in rewards]", "rewards ** 9 > 1", "rewards[0] > 1", "lambda: 1", "rewards = 1", "rewards >",
-        "(" * 300, "rewards.__class__", "`rewards` > 1", "pd.io", "f'{rewards}' > 1", "rewards if rewards else rewards",
-    ],
-)  # fmt: skip
-def test_an_expression_is_of_columns_and_numbers_alone(where: str) -> None:
-    frame = pd.DataFrame({"rewards": [0.0, 1.0], "truncated": [True, False]})
-    with expect_error(BadInput, value="rows where"):
-        chosen(frame, where)
+NO_EXPRESSIONS: list[str] = [
+    "__import__('os').system('true')", "rewards.mean() > 0", "@rewards", "rewards", "3", "rewards > 'a'",
+    "[r for r in rewards]", "rewards ** 9 > 1", "rewards[0] > 1", "lambda: 1", "rewards = 1", "rewards >",
+    "(" * 300, "rewards.__class__", "`rewards` > 1", "pd.io", "f'{rewards}' > 1", "rewards if rewards else rewards",
+]  # fmt: skip
+
+
+def test_an_expression_is_of_columns_and_numbers_alone(subtests: pytest.Subtests) -> None:
+    for where in NO_EXPRESSIONS:
+        with subtests.test(where=where):
+            frame = pd.DataFrame({"rewards": [0.0, 1.0], "truncated": [True, False]})
+            with expect_error(BadInput, value="rows where"):
+                chosen(frame, where)
 
 
 def test_expressions_choose_rows() -> None:
