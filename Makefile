@@ -6,11 +6,11 @@ DEMO := notebooks/101_ppo_by_hand.ipynb
 # threads that wait take no core: see workbench/__init__.py; here also for notebooks that import torch first
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test fuzz lessons thorough lab check format docs witnesses peers bench prove clean help
+.PHONY: setup demo test fuzz lessons thorough margins lock drift lab check format docs witnesses peers bench prove clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
-$(READY): pyproject.toml scripts/setup_env.py
+$(READY): pyproject.toml scripts/setup_env.py $(wildcard scripts/constraints/*.txt)
 	@$(PYTHON) scripts/setup_env.py
 	@touch $@
 
@@ -19,8 +19,10 @@ demo: $(READY) ## run the first lesson on real models, headless; the result land
 
 JOBS ?= 2
 
-test: $(READY) ## run the tests, JOBS processes at a time; each with one thread for torch, and files as they are
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py -n $(JOBS)
+
+test: $(READY) ## run the tests, JOBS processes at a time, each with one thread for torch; how: scripts/run_tests.py
+	$(TESTS) --dist loadfile
 
 CASES ?= 20000
 
@@ -28,11 +30,22 @@ fuzz: $(READY) ## call every public function with CASES of any arguments, and da
 	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -s tests/fuzz
 
 lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m lesson
+	$(TESTS) -m lesson
 
 thorough: $(READY) ## run what `make test` shows under further layouts, and every lesson against its script
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m thorough
+	$(TESTS) --dist loadfile -m "thorough and not lesson"
 	$(BIN)/python benchmarks/prove.py
+
+lock: $(READY) ## write scripts/constraints/ anew: the newest versions that fit together in the ranges of pyproject.toml
+	$(BIN)/python -m scripts.lock
+
+# what needs no cluster, kernel or browser
+QUICK := $(filter-out $(addprefix tests/,backends browser crash_points integration kernel notebooks),$(patsubst %/,%,$(wildcard tests/*/)))
+
+drift: $(READY) ## install the newest versions that pyproject.toml allows, say which differ, and run the tests that need no cluster
+	$(PYTHON) scripts/setup_env.py --newest
+	$(BIN)/python -m scripts.lock --compare .venv-newest
+	OMP_NUM_THREADS=1 .venv-newest/bin/python scripts/run_tests.py -n $(JOBS) --dist loadfile $(QUICK)
 
 lab: $(READY) ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)
@@ -72,7 +85,7 @@ prove: $(READY) ## run every lesson and its exported script at small settings, a
 	$(BIN)/python benchmarks/prove.py
 
 clean: ## remove .venv/ and what tools left behind; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20

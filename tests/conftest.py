@@ -1,10 +1,11 @@
-"""Shared by all tests: a home of their own, and one Ray head, ended with the session."""
+"""Shared by all tests: a home of their own, one Ray head, ended with the session, and the order of the files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,52 @@ from workbench.support.home import home
 # how long one example takes says more about the machine than about the code
 settings.register_profile("workbench", deadline=None)
 settings.load_profile("workbench")
+
+# The tests of a group run in one process, after each other: they share a Ray head, a browser, or an engine. Groups come
+# first, in this order, so that no long one begins last; every other file is a group of its own.
+GROUPS = {
+    "tests/integration/": "ray",
+    "tests/browser/": "browser",
+    "tests/kernel/": "kernels",
+}
+
+
+def group_of(node_id: str) -> str:
+    file = node_id.partition("::")[0]
+    return next((group for path, group in GROUPS.items() if file.startswith(path)), file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = [*dict.fromkeys(GROUPS.values())]
+    items.sort(key=lambda item: order.index(group) if (group := group_of(item.nodeid)) in order else len(order))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
+_seen: set[str] = set()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Under `make test`: note which test an entry of the run's folder came from, see `scripts/run_tests.py`."""
+    folder = Path(os.environ.get("TMPDIR", "/"))
+    if not (folder / "lock").exists() or not folder.name.startswith("wbt-"):
+        return
+    new = {path.name for path in folder.iterdir()} - _seen
+    with open(folder / "appeared", "a") as file:
+        file.writelines(f"{name}\t{nodeid}\n" for name in new)
+    _seen.update(new)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,9 +74,10 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["WORKBENCH_HOME"] = str(mine)
     os.environ["WORKBENCH_KEEP_RAY"] = "1"  # one head for the workbenches of all tests, lessons' kernels among them
     yield mine
-    from workbench.backends.cluster import stop_head
+    if (mine / "head.json").exists():
+        from workbench.backends.cluster import stop_head
 
-    stop_head()
+        stop_head()
     if before is None:
         del os.environ["WORKBENCH_HOME"]
     else:

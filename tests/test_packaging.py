@@ -6,9 +6,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
 import workbench
 import workbench_widgets
 from scripts import setup_env
+from scripts.lock import normal, pins_of
 from workbench.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
@@ -51,3 +55,14 @@ def test_set_up_installs_extras_and_versions_that_pyproject_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*setup_env.EXTRAS, "vllm-cpu", "vllm-gpu"} <= set(project["optional-dependencies"])
     assert setup_env.CPU_TORCH.removesuffix("+cpu") in project["dependencies"]
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_each_requirement_is_locked_to_a_version_that_its_range_allows(build: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins, other = pins_of(build), {"cpu": "vllm-gpu", "cuda": "vllm-cpu"}[build]
+    installed = [extra for extra in (*setup_env.EXTRAS, "vllm-cpu", "vllm-gpu") if extra != other]
+    for text in (*project["dependencies"], *(text for extra in installed for text in extras[extra])):
+        requirement = Requirement(text)
+        assert pins[normal(requirement.name)] in requirement.specifier, text

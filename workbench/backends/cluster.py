@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -141,7 +142,17 @@ def start_ahead() -> None:
     _ahead = _Ahead()
 
 
+def _remove_old_sessions() -> None:
+    """Ray leaves a folder of some 20 MB for each head. It goes an hour after its head began, where no process names it:
+    until then a head that another process starts may not have started its own."""
+    named = "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    for session in session_folder().glob("session_2*"):
+        if session.name not in named and time.time() - session.stat().st_mtime > 3600:
+            shutil.rmtree(session, ignore_errors=True)
+
+
 def _try_start_head(note: Note) -> dict[str, Any]:
+    _remove_old_sessions()
     port = _free_port()
     log = home() / "head.log"
     command = [
