@@ -19,6 +19,8 @@ from workbench.comparisons.run_folder import RunFolder
 from workbench.errors import BadInput, NotFound
 from workbench.telemetry.store import TelemetryStore
 
+SHORT = wb.Sampling(max_new_tokens=6)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -67,7 +69,7 @@ def test_curves_over_samples_tokens_and_seconds(folder: Path) -> None:
 
 def test_rollouts_that_were_drawn_ahead_make_no_iteration(tmp_path: Path) -> None:
     with tiny_lab("ahead", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
-        wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0).run(3, staleness=1)
+        wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=SHORT).run(3, staleness=1)
     frame = wb.runs(str(tmp_path))
     assert frame["iterations"].tolist() == [3]
     series = RunFolder(Path(frame["folder"].iloc[0])).series()
@@ -172,7 +174,7 @@ def test_a_real_run_records_what_it_was(tmp_path: Path) -> None:
     for seed in (0, 1):
         models = {"actor": TINY, "reward": vowels}
         with tiny_lab("mine", tmp_path, backend="inline", models=models, seed=seed) as lab:
-            algorithm = wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0)
+            algorithm = wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=SHORT)
             algorithm.run(1)
             algorithm.clip = 0.3
             results = algorithm.run(1)

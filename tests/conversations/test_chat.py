@@ -200,12 +200,14 @@ def test_one_can_go_on_from_a_continuation_and_train_on_all_of_them(lab: wb.Work
     assert math.isfinite(float(metrics["loss"])) and chat.train.__doc__
 
 
-def test_training_raises_the_chance_of_a_branch_that_was_rewarded(lab: wb.Workbench, chat: Chat) -> None:
-    for seed in range(20):
-        chat = lab.conversation("1+1=", sampling=sampling(), seed=seed)
-        if chat.step().reward > 0:
-            break
-    chat.finish()
+class Pleased(Counting):
+    def step(self, response: str) -> tuple[str, float, bool]:
+        answer, _, done = super().step(response)
+        return answer, 1.0, done
+
+
+def test_training_raises_the_chance_of_a_branch_that_was_rewarded(lab: wb.Workbench) -> None:
+    chat = lab.conversation("1+1=", environment=Pleased, sampling=sampling(), seed=3).finish()
     taken = chat.batch()
 
     def chance() -> float:

@@ -181,7 +181,7 @@ def test_metrics_count_the_policys_tokens_alone(lab: wb.Workbench) -> None:
     assert scored.peek(1)["old_log_prob_mean"][0] == pytest.approx(float(row[mask].mean()))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.thorough)])
 def test_algorithms_run_on_conversations(lab: wb.Workbench, algorithm: str) -> None:
     sampling = wb.Sampling(**sums())
     algo: Any = (
@@ -473,6 +473,7 @@ def test_most_open_bounds_the_conversations_at_once(lab: wb.Workbench, tmp_path:
     assert most(12, None) > 3
 
 
+@pytest.mark.thorough
 def test_hundreds_of_coroutines_wait_at_once_and_hold_no_threads(lab: wb.Workbench) -> None:
     """They would be more than the threads that a process may have."""
     made = lab.actor.generate_sequences(

@@ -272,8 +272,6 @@ def test_tools_are_shown_by_the_template_or_as_hermes_models_are_shown_them(lab:
 
 
 def test_tools_that_fail_lose_no_stage(lab: wb.Workbench) -> None:
-    """One that is to fail its row does so; one that holds Python's lock costs its row and its process."""
-
     def total(text: str) -> str:
         """The sum.
 
@@ -284,16 +282,6 @@ def test_tools_that_fail_lose_no_stage(lab: wb.Workbench) -> None:
             raise ZeroDivisionError
         return "even"
 
-    def held(text: str) -> str:
-        """Hold Python's lock.
-
-        Args:
-            text: Numbers.
-        """
-        re.match(r"(a+)+$", "a" * 60 + "b")
-        return ""
-
-    held.__name__ = "total"
     prompts = lab.prompts.next(4)
     options: dict[str, Any] = {"tool_format": SUMS, "system": "{tools}"}
     told = lab.actor.generate_sequences(prompts, seed=1, environment=wb.Tools([total], **options), **SAMPLING)
@@ -302,9 +290,22 @@ def test_tools_that_fail_lose_no_stage(lab: wb.Workbench) -> None:
     batch = lab.actor.generate_sequences(prompts, seed=1, environment=failing, most_failed=1, **SAMPLING)
     assert batch.failed()["error"].str.contains("ToolFailed: total raised ZeroDivisionError").all()
     assert len(batch.failed())
-    hung = wb.Tools([held], timeout_s=0.2, **options)
+
+
+@pytest.mark.thorough  # a call that does not end: test_user_calls.py
+def test_a_tool_that_holds_pythons_lock_costs_its_row_and_its_process(lab: wb.Workbench) -> None:
+    def total(text: str) -> str:
+        """Hold Python's lock.
+
+        Args:
+            text: Numbers.
+        """
+        re.match(r"(a+)+$", "a" * 60 + "b")
+        return ""
+
+    hung = wb.Tools([total], timeout_s=0.2, tool_format=SUMS, system="{tools}")
     batch = lab.actor.generate_sequences(
-        prompts, seed=1, environment=hung, most_failed=1, call_timeout_s=0.5, **SAMPLING
+        lab.prompts.next(4), seed=1, environment=hung, most_failed=1, call_timeout_s=0.5, **SAMPLING
     )
     assert batch.failed()["error"].str.contains("took more than 0.5 s").all() and len(batch.failed())
 

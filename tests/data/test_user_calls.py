@@ -357,6 +357,7 @@ def test_it_draws_on_where_its_host_stands_and_its_host_where_it_has_drawn(calls
     assert run(calls, draws, concurrency=1) + run(calls, draws, concurrency=1) == here
 
 
+@pytest.mark.thorough
 def test_a_library_that_it_imports_itself_draws_on_too(calls: UserCalls) -> None:
     def draws(prompt: str, response: str) -> float:
         import numpy

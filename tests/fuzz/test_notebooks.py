@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.damage import cut_and_flipped, harmless, profile
+from tests.fuzz.damage import STEP, cut_and_flipped, harmless, profile
 from workbench.errors import BadInput, WorkbenchError
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, read_notebook
@@ -62,7 +62,7 @@ def test_any_value_in_any_place(tmp_path: Path) -> None:
     path = tmp_path / "n.ipynb"
     tried = 0
 
-    @profile(80, 2000)
+    @profile(25, 2000)
     @given(st.sampled_from(places(NOTEBOOK)), ANY)
     def replaced(place: tuple[Any, ...], value: Any) -> None:
         nonlocal tried
@@ -71,12 +71,12 @@ def test_any_value_in_any_place(tmp_path: Path) -> None:
         exported(path)
 
     replaced()
-    assert tried >= 50
+    assert tried >= 15
 
 
-def test_cut_and_flipped_at_every_byte(tmp_path: Path) -> None:
+def test_cut_and_flipped(tmp_path: Path) -> None:
     path = tmp_path / "n.ipynb"
-    for data in cut_and_flipped(json.dumps(NOTEBOOK).encode()):
+    for data in cut_and_flipped(json.dumps(NOTEBOOK).encode(), STEP):
         path.write_bytes(data)
         try:
             read_notebook(path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 import __main__
+import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from tests.kernel.kernels import Kernel
@@ -24,7 +23,6 @@ from workbench.support import files
 from workbench.support.signing import is_signed, signed
 from workbench.telemetry.store import TelemetryStore
 
-ROOT = Path(__file__).resolve().parents[2]
 MARKS = ["CELLTEXT", "COMMANDLINE", "OPTIONTEXT"]
 KEY = "hf_" + "a1B2c3D4e5F6g7H8i9J0"
 
@@ -65,30 +63,21 @@ def test_cells_are_recorded_or_kept_nowhere(tmp_path: Path, monkeypatch: pytest.
     assert found == {"quiet", "again"}
 
 
-SCRIPT = """
-import workbench as wb
-from tests.cases import tiny_lab
+def test_a_command_line_is_recorded_or_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(text: str = "") -> None:
+        for record in (True, False):
+            folder = tmp_path / str(record)
+            models = {"actor": TINY, "reward": vowels}
+            options: dict[str, Any] = {"backend": "inline", "models": models, "track": "tensorboard", "record": record}
+            with tiny_lab("quiet", folder, **options) as lab:
+                lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+                lab.save(folder / "saved", models=False)
 
-def main(text: str = "") -> None:
-    from pathlib import Path
-    for record in (True, False):
-        folder = Path(str(record))
-        with tiny_lab("quiet", folder, backend="inline", track="tensorboard", record=record) as lab:
-            lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
-            lab.save(folder / "saved", models=False)
-
-if __name__ == "__main__":
-    wb.script.run(main)
-"""
-
-
-@pytest.mark.slow
-def test_a_command_line_is_recorded_or_kept_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", "--text", "OPTIONTEXT COMMANDLINE", "--seed", "7"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORKBENCH_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "argv", ["script.py", "--text", "OPTIONTEXT COMMANDLINE", "--seed", "7"])
+    with pytest.raises(SystemExit) as ended:
+        wb.script.run(program)
+    assert ended.value.code == 0
     assert len(list((tmp_path / "False").rglob("*"))) > 5
     assert {name.split("/")[0] for _, name in texts_with(tmp_path, MARKS)} == {"True"}
 

@@ -233,7 +233,7 @@ def test_a_pool_that_is_still_at_work_on_what_was_given_up(lab: Workbench) -> No
     assert not lab.hosts.pending_cleanup
 
 
-@pytest.mark.parametrize("where", ["build", "load", "cut"])
+@pytest.mark.parametrize("where", ["build", "cut", pytest.param("load", marks=pytest.mark.thorough)])
 def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     update_on(lab, stored())
     here, names, placement = state(lab), set(hosts(lab)), lab.placement

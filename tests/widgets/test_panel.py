@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from tests.cases import tiny_lab
+from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.display.images import as_images
 from workbench.errors import BadInput
@@ -40,11 +40,12 @@ def test_the_same_views_are_one_panel(lab: wb.Workbench) -> None:
 
 
 def test_a_kernel_that_has_called_nothing_tells_of_the_iterations_before(tmp_path: Path) -> None:
-    with tiny_lab("before", tmp_path, backend="inline") as lab:
+    models = {"actor": TINY, "reward": vowels}
+    with tiny_lab("before", tmp_path, backend="inline", models=models) as lab:
         shown: Any = lab.panel("stepper").views["stepper"]
         assert "There has been no stage yet" in shown.picture()
-        wb.PPO(lab, prompts=2, sampling=wb.Sampling(max_new_tokens=2)).iterate()
-        folder = lab.save(tmp_path / "one").folder
+        wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=2)).iterate()
+        folder = lab.save(tmp_path / "one", models=False).folder
     with wb.restore(folder, name="after", runs=tmp_path) as lab:
         shown = lab.panel("stepper").views["stepper"]
         shown.act("choose_algorithm", {"value": "by hand"})

@@ -107,6 +107,7 @@ def test_rates_of_the_role(lab: Any) -> None:
 
 
 def test_weights_of_the_reward(lab: Any) -> None:
+    @wb.limits(own_process=False)  # nothing is sent each time that the form asks for the arguments
     def right(prompt: str, response: str, **row: Any) -> float:
         return 1.0
 
@@ -137,7 +138,8 @@ def test_while_a_stage_runs_it_has_not_run_yet(lab: Any) -> None:
 
     @wb.limits(own_process=False)
     def looking(prompt: str, response: str, **row: Any) -> float:
-        seen.append(stepper.picture())
+        if not seen:
+            seen.append(stepper.picture())
         return 0.0
 
     ppo.reward = looking
