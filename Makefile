@@ -29,8 +29,8 @@ CASES ?= 20000
 fuzz: $(READY) ## call every public function with CASES of any arguments, and damage every byte of each kind of file
 	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -s tests/fuzz
 
-lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts
-	$(TESTS) -m lesson
+lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts; or those of ONLY="101 or 304"
+	$(TESTS) -m lesson $(if $(ONLY),-k "$(ONLY)")
 
 thorough: $(READY) ## run what `make test` shows under further layouts, and every lesson against its script
 	$(TESTS) --dist loadfile -m "thorough and not lesson"
