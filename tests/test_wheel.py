@@ -160,6 +160,7 @@ def test_a_type_checker_sees_the_types_of_the_wheel(installed: Path, tmp_path: P
     assert "def (self: workbench_widgets.view.View) -> str" in told
 
 
+@pytest.mark.thorough  # what `make` installs for all other tests is one
 def test_an_editable_install_finds_data_and_widgets(tree: Path, tmp_path: Path) -> None:
     run(sys.executable, "-c", BUILD.format(hook="build_editable"), cwd=tree)
     (wheel,) = (tree / "dist").glob("*.whl")

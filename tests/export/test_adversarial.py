@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -354,11 +355,17 @@ SUBTLE: dict[str, list[str]] = {
 }
 
 
-def ran(texts: list[str]) -> str:
-    """What the cells print, run by IPython."""
+@functools.cache
+def ipython() -> Any:
     from IPython.core.interactiveshell import InteractiveShell
 
-    shell, said = InteractiveShell(), io.StringIO()
+    return InteractiveShell()
+
+
+def ran(texts: list[str]) -> str:
+    """What the cells print, run by IPython."""
+    shell, said = ipython(), io.StringIO()
+    shell.reset(new_session=False)
     with contextlib.redirect_stdout(said):
         for text in texts:
             assert shell.run_cell(text, silent=True).success

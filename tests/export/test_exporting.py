@@ -33,8 +33,11 @@ def body(script: str) -> list[str]:
     return [line.strip() for line in lines.splitlines() if line.strip()]
 
 
-def test_lessons_come_back_as_they_went(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for lesson in LESSONS:
+@pytest.mark.parametrize(
+    "lessons", [LESSONS[::6], pytest.param(LESSONS, marks=pytest.mark.thorough)], ids=["some", "all"]
+)
+def test_lessons_come_back_as_they_went(tmp_path: Path, subtests: pytest.Subtests, lessons: list[Path]) -> None:
+    for lesson in lessons:
         with subtests.test(lesson=lesson):
             import nbformat
 
