@@ -30,7 +30,7 @@ fuzz: $(READY) ## call every public function with CASES of any arguments, and da
 	OMP_NUM_THREADS=1 FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -s tests/fuzz
 
 lessons: $(READY) ## run every lesson at tiny settings, three of them against their scripts; or those of ONLY="101 or 304"
-	$(TESTS) -m lesson $(if $(ONLY),-k "$(ONLY)")
+	$(TESTS) -m lesson $(if $(ONLY),-k "$(ONLY)") tests/notebooks tests/export/test_proof.py
 
 thorough: $(READY) ## run what `make test` shows under further layouts, and every lesson against its script
 	$(TESTS) --dist loadfile -m "thorough and not lesson"
