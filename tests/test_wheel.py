@@ -146,7 +146,6 @@ def test_an_iteration_and_a_panel_from_the_wheel(installed: Path, tmp_path: Path
 @pytest.mark.slow
 def test_the_program_starts_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "doctor" in run(installed / "wb", "--help", cwd=tmp_path)
-    assert "--json" in run(installed / "wb", "doctor", "--help", cwd=tmp_path)
     assert isinstance(json.loads(run(installed / "wb", "ls", "--json", cwd=tmp_path)), list)
 
 

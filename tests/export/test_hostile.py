@@ -148,7 +148,7 @@ def hostile(package: str, each: int) -> dict[str, list[str | tuple[str, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(len(EXPRESSIONS), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("each", [1, pytest.param(len(EXPRESSIONS), marks=pytest.mark.thorough)])
 def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int) -> None:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
@@ -159,7 +159,7 @@ def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     books = hostile(package.name, each)
-    assert len(books) == each * (len(PLACES) + len(TEXTS)) >= 100
+    assert len(books) == each * (len(PLACES) + len(TEXTS)) >= 50
     for number, (name, texts) in enumerate(books.items()):
         kinds = ["markdown" if isinstance(text, tuple) else "code" for text in texts]
         cells = [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,9 +153,9 @@ def test_hosts_are_asked_after_something_has_happened_and_not_often(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = Memory(lab, Driver(lab))
-    now_s = [1000.0]
-    monkeypatch.setattr("workbench_widgets.memory.EVERY_S", 0.2)
-    monkeypatch.setattr("workbench_widgets.memory.time", SimpleNamespace(time=lambda: now_s[0]))
+    passed_s = [0.0]
+    clock = SimpleNamespace(time=lambda: time.time() + passed_s[0])
+    monkeypatch.setattr("workbench_widgets.memory.time", clock)
 
     def readings() -> int:
         return len(lab.telemetry.memory()["time_s"].unique())
@@ -164,7 +165,7 @@ def test_hosts_are_asked_after_something_has_happened_and_not_often(
             view.depends_on()
             if view._asking is not None:
                 view._asking.join()
-            now_s[0] += 0.1
+            passed_s[0] += 1.0
         return readings()
 
     once = look()
