@@ -16,8 +16,10 @@ from tests.engines import generation_cases as cases
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.generation.weight_copies import WeightCopies, keeps_weights_as_loaded
 from workbench.errors import SyncError
-from workbench.models import load_causal_lm, resolve
-from workbench.settings.engines import Generation, Sampling
+from workbench.models import load_causal_lm, load_config, resolve
+from workbench.placement.generation_memory import vllm_weight_bytes
+from workbench.placement.role_model import RoleModel
+from workbench.settings.engines import Generation, Sampling, Training
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -45,14 +47,20 @@ def unpacked() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-llama-tied", "tiny-qwen2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tiny-llama-tied",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tiny-llama", "tiny-qwen2")),
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
 def engine(name: str, request: pytest.FixtureRequest, unpacked: None) -> Iterator[Any]:
-    engine = VllmEngine(resolve(name), SETTINGS, dtype=request.param, device=DEVICE, threads=1)
+    engine = VllmEngine(resolve(name), SETTINGS, dtype=getattr(torch, request.param), device=DEVICE, threads=1)
     engine.update_weights(load_causal_lm(name, device=DEVICE).named_parameters(), 0)
     yield engine
     engine.close()
@@ -117,6 +125,15 @@ def test_the_engine_computes_with_them(engine: Any, name: str) -> None:
         ids = prompt + engine.generate([prompt], greedy, [0]).response_ids[0]
         expected = cases.scored(model.cpu(), ids)
         assert (engine.log_probs(ids) - expected).abs().mean() < limit
+
+
+@pytest.mark.skipif(ON_GPU, reason="nothing is packed there")
+def test_weights_that_are_not_packed_are_counted_once(engine: Any, name: str) -> None:
+    dtype = str(engine._dtype).removeprefix("torch.")
+    role = RoleModel(
+        config=load_config(name), head="lm", dtype=dtype, training=Training(), trained=True, generation=SETTINGS
+    )
+    assert engine.memory_bytes()["weights"] == vllm_weight_bytes(role, 0, on_cpu=False)
 
 
 def test_other_weights_than_before_are_refused(engine: Any, name: str) -> None:

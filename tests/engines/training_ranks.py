@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")
 DENOMINATOR = 60.0
 TEMPERATURE = 0.7
+# What DeepSpeed imports for ZeRO, torch's compiler with it. It looks for GPUs, which a fork could not use afterwards.
+DEEPSPEED = ("deepspeed.runtime.zero.muon.original_muon",)
 
 
 class Gloo:
@@ -159,7 +161,7 @@ def weights(engine: TrainingEngine) -> dict[str, Tensor]:
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a gloo world of new processes."""
     # every rank is forked from one process that has imported all this: seconds less for each
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__] if torch.cuda.is_available() else [__name__, *DEEPSPEED])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (function, world_size, folder, arguments), world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -267,9 +267,10 @@ def _readable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as their sources."""
+    """Bytes of this rank's weights. Packed copies, which torch does not see, are as big as their sources. A layer's
+    function holds its copy; where vLLM packs nothing, as bf16 on some processors, it is a plain one."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     plain = sum(parameter.nbytes for parameter in model.parameters())
-    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    packed = [layer for layer in model.modules() if getattr(getattr(layer, "cpu_linear", None), "__closure__", None)]
     return plain + sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)

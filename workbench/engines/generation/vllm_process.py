@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import random
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.models.quiet import quiet_transformers
+
+LONGEST_FOLDER = 54  # bytes of its path: a socket of `private_sockets` adds 49, and may have 103
 
 
 @contextmanager
@@ -73,6 +76,21 @@ def private_shared_memory(on_cpu: bool) -> Iterator[None]:
     with (
         replaced(_CPUSHMDistributed, "make_group_name", private_name),
         replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+    ):
+        yield
+
+
+@contextmanager
+def private_sockets() -> Iterator[None]:
+    """The sockets through which the ranks of a tensor group meet lie in a folder that only this user can enter. It is
+    removed once the engine has started, as all ranks are connected then: vLLM would never do so. It is in /tmp where
+    the path of a socket would be too long."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+    with (
+        tempfile.TemporaryDirectory(prefix="wb-", dir=None if short else "/tmp") as folder,
+        replaced(shm_broadcast, "get_open_zmq_ipc_path", lambda: f"ipc://{folder}/{uuid.uuid4()}"),
     ):
         yield
 

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 
 from workbench.engines.generation.vllm_adapter import start_arguments
-from workbench.engines.generation.vllm_process import default_group_spared, private_shared_memory, replaced
+from workbench.engines.generation.vllm_process import (
+    default_group_spared,
+    private_shared_memory,
+    private_sockets,
+    replaced,
+)
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
 from workbench.placement.generation_memory import STEP_TOKENS
@@ -143,7 +148,7 @@ def start_engine(
         **({} if on_cpu else graph_arguments(settings.rows_at_once(on_gpu=True))),
         **({} if lora is None else start_arguments(lora)),
     )
-    with private_shared_memory(on_cpu), phases_timed(on_cpu):
+    with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu):
         try:
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         except Exception as error:
