@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.engines.training_ranks import (
     DENOMINATOR,
-    ENGINES,
+    KINDS,
     TEMPERATURE,
     make_engine,
     negative_log_likelihood,
@@ -40,7 +40,7 @@ def on_ranks(kind: str) -> tuple[dict[str, torch.Tensor], bool, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_engine_gives_the_gradient_of_the_whole_batch(kind: str) -> None:
     alone = make_engine("torch")
     train(alone, range(1))
@@ -63,7 +63,7 @@ def norms_on_ranks(kind: str) -> tuple[list[float], bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_of_each_micro_batch_is_that_of_its_own_rows(kind: str) -> None:
     model, expected = tiny_model(), []
     for row in sequences(0):

@@ -35,7 +35,7 @@ def changed_between() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_change_is_that_of_an_engine_made_so(world: int) -> None:
     for of_rank in run_ranks(changed_between, world):
         for kind, found in of_rank.items():

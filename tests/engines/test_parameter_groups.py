@@ -93,7 +93,7 @@ def check(of_rank: dict[str, dict[str, Any]]) -> None:
                 assert torch.equal(found["after"][name], before)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_one_step_of_each_group_is_that_by_hand(ranks: int) -> None:
     for of_rank in run_ranks(steps, ranks, ENGINES, None):
         check(of_rank)

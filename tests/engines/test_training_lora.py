@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.engines.training_ranks import (
-    ENGINES,
+    KINDS,
+    asked,
     loss_now,
     make_engine,
     negative_log_likelihood,
@@ -25,7 +26,6 @@ from workbench.models.lora import LoRA, add_lora, without_adapter
 
 pytest.importorskip("peft")
 DTYPES = (torch.float32, torch.bfloat16)
-WORLDS = (1, 2)
 RANK = 4
 
 
@@ -92,18 +92,23 @@ def _plain(merged: dict[str, Tensor]) -> Any:
     return model
 
 
-def all_kinds(dtypes: tuple[torch.dtype, ...]) -> dict[Any, Any]:
-    return {(kind, dtype): learn(kind, dtype) for kind in ENGINES for dtype in dtypes}
+def all_kinds(kinds: list[str], dtypes: tuple[torch.dtype, ...]) -> dict[Any, Any]:
+    return {(kind, dtype): learn(kind, dtype) for kind in kinds for dtype in dtypes}
 
 
 @pytest.fixture(scope="module")
-def by_world() -> dict[int, list[Any]]:
-    return {1: run_ranks(all_kinds, 1, DTYPES[:1]), 2: run_ranks(all_kinds, 2, DTYPES)}
+def by_world(request: pytest.FixtureRequest) -> dict[int, list[Any]]:
+    kinds = asked(request, "kind")
+    alone = ["torch", *(kinds if 1 in asked(request, "world") else [])]
+    return {1: run_ranks(all_kinds, 1, alone, DTYPES[:1]), 2: run_ranks(all_kinds, 2, kinds, DTYPES)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, torch.float32), (2, torch.bfloat16), pytest.param(1, torch.float32, marks=pytest.mark.thorough)],
+)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_adapter_learns_and_the_model_stays(by_world: Any, world: int, kind: str, dtype: torch.dtype) -> None:
     for rank in by_world[world]:
         found = rank[kind, dtype]
@@ -120,8 +125,8 @@ def test_the_adapter_learns_and_the_model_stays(by_world: Any, world: int, kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree(by_world: Any, world: int, kind: str) -> None:
     expected = by_world[1][0]["torch", torch.float32]
     ranks = [rank[kind, torch.float32] for rank in by_world[world]]
@@ -132,7 +137,7 @@ def test_engines_agree(by_world: Any, world: int, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_optimizer_are_the_adapters_alone(by_world: Any, kind: str, dtype: torch.dtype) -> None:
     model = tiny_model()
     add_lora(model, LoRA(rank=RANK), seed=0)

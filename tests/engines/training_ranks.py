@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,10 @@ from workbench.settings.engines import Training
 
 CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")
+# Parameters of tests: DeepSpeed's stages 1 and 2 are one optimizer, and 0 cuts nothing.
+KINDS = [
+    kind if kind in ("torch", "zero1", "zero3") else pytest.param(kind, marks=pytest.mark.thorough) for kind in ENGINES
+]
 DENOMINATOR = 60.0
 TEMPERATURE = 0.7
 # What DeepSpeed imports for ZeRO, torch's compiler with it. It looks for GPUs, which a fork could not use afterwards.
@@ -156,6 +161,18 @@ def train(
 
 def weights(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def asked(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """The values of these parameters, tuples where they are several, in those tests of the file that run: what a
+    fixture of the file has to compute."""
+    found = []
+    for item in request.session.items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.path == request.path and params.keys() >= set(names):
+            values = tuple(params[name] for name in names)
+            found.append(values if len(names) > 1 else values[0])
+    return list(dict.fromkeys(found))
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
