@@ -86,7 +86,7 @@ def _no_reading(*_: Any, **__: Any) -> Any:
     raise AssertionError("a whole file is read")
 
 
-@pytest.mark.thorough  # on Ray; what each strategy moves: tests/resharding, what is synced: tests/integration/test_weight_sync.py
+@pytest.mark.thorough  # on Ray; what strategies move: tests/resharding; syncs: integration/test_weight_sync.py
 @pytest.mark.slow
 def test_strategies_beside_what_was_measured(tmp_path: Path) -> None:
     """An actor in two tensor ranks that generates with whole weights: what moved is what the plan in use says."""
