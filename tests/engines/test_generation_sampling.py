@@ -18,7 +18,7 @@ from workbench.models import load_tokenizer
 from workbench.settings.engines import Generation, Sampling
 
 
-@pytest.mark.parametrize("vocabulary", [7, 256, 700])
+@pytest.mark.parametrize("vocabulary", [256, *(pytest.param(n, marks=pytest.mark.thorough) for n in (7, 700))])
 def test_draws_follow_the_distribution(vocabulary):
     """Pearson's chi-square over 20,000 draws, each with a seed of its own; the bound is 5 standard deviations."""
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))

@@ -203,7 +203,7 @@ def test_a_check_says_the_same_where_a_gradient_overflows(tmp_path: Path) -> Non
         assert hosts_of(lab)["shared-0"].workers["actor"].engine.loss_scale.state[0] == FIRST
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [3, *(pytest.param(stage, marks=pytest.mark.thorough) for stage in (0, 1, 2))])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_workbench_in_fp16_with_deepspeed(tmp_path: Path, zero_stage: int) -> None:
     """A step, one that is skipped, rollouts with the new weights, a checkpoint with the scale."""
@@ -230,6 +230,7 @@ def test_a_workbench_in_fp16_with_deepspeed(tmp_path: Path, zero_stage: int) -> 
         assert engine.loss_scale.state == (FIRST / 2, 1) and again.actor.weight_digests() == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_an_adapter_in_fp16_is_trained_alike_by_each_engine(tmp_path: Path) -> None:
     """Its first gradients overflow, so that the scale is halved twice."""

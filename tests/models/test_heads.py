@@ -166,7 +166,7 @@ def grown_by(more_tokens: int) -> int:
     return peaks[1] - peaks[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_of_logits_does_not_grow_with_tokens() -> None:
     tokens = 8 * ROWS_PER_CALL
     (growth,) = run_ranks(grown_by, 1, tokens)  # in a process of its own, whose peak is nobody else's

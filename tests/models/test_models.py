@@ -62,10 +62,11 @@ def test_qwen2_biases_are_not_zero() -> None:
     assert all(bias.abs().max() > 0 for bias in biases)
 
 
+@pytest.mark.thorough  # one that lost the race: the next test
 def test_several_processes_may_make_the_same_model_at_once(empty_home: Path) -> None:
     command = "import sys; from workbench.models import resolve; print(resolve('tiny-llama'))"
     started = [subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    folders = [Path(process.communicate(timeout=60)[0].strip()) for process in started]
+    folders = [Path(process.communicate(timeout=600)[0].strip()) for process in started]
     assert folders[0] == folders[1]
     assert (folders[0] / "model.safetensors").is_file()
     assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]  # nothing half-made is left

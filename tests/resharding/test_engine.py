@@ -44,6 +44,11 @@ def cases() -> list[Case]:
     ]
 
 
+def test_transitions_on_two_ranks() -> None:
+    nothing_wrong(run_ranks(transitions, 2, cases(), [(1, 2, 1), (2, 1, 1)]), 3 * 3 * (2 + 2))
+
+
+@pytest.mark.thorough
 def test_transitions_and_reshards_on_four_ranks() -> None:
     sizes = SHAPE | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512}
     larger = case("larger", LlamaConfig(**sizes, num_key_value_heads=4, tie_word_embeddings=False))
@@ -64,10 +69,17 @@ def test_transitions_on_eight_ranks() -> None:
     nothing_wrong(run_ranks(transitions, 8, cases(), [(2, 2, 2)]), 3 * 3 * 4)
 
 
-def test_syncs_to_engines_of_consecutive_ranks() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layouts", "sizes"),
+    [
+        (2, [(1, 2, 1), (2, 1, 1)], 2 + 1),
+        pytest.param(4, [(1, 4, 1), (2, 2, 1), (1, 2, 2)], 3 + 2 + 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_syncs_to_engines_of_consecutive_ranks(ranks: int, layouts: Any, sizes: int) -> None:
     tied, _, odd = cases()
-    found = run_ranks(syncs, 4, [tied, odd], [(1, 4, 1), (2, 2, 1), (1, 2, 2)])
-    nothing_wrong(found, 2 * 3 * 2 * (3 + 2 + 2))  # models, strategies, dtypes, sizes of tensor groups
+    found = run_ranks(syncs, ranks, [tied, odd], layouts)
+    nothing_wrong(found, 2 * 3 * 2 * sizes)  # models, strategies, dtypes, sizes of tensor groups
 
 
 def test_what_cannot_be_moved_is_said_before_anything_is() -> None:

@@ -34,6 +34,7 @@ CONFIG: Any = LlamaConfig(
 )
 
 
+@pytest.mark.thorough  # the same of ZeRO-3 on two ranks: tests/workers/test_syncs_of_shards.py
 def test_the_shards_of_fsdp_and_zero_go_to_generation_layouts() -> None:
     found = run_ranks(everything, RANKS, CONFIG, model_weights(CONFIG, dtype="float32"))
     for rank, seen in enumerate(found):

@@ -32,7 +32,7 @@ def with_value(name: str, value: float, row: int = 2) -> Table:
     return {**table, name: column.like(values)}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("role", "name"), [("actor", "old_log_prob"), ("actor", "advantages"), ("critic", "values"), ("critic", "returns")]
 )
@@ -99,6 +99,7 @@ def test_a_ragged_whose_lengths_do_not_add_up(lab: wb.Workbench, lengths: list[i
         lab.put({"x": Ragged(torch.ones(3), torch.tensor(lengths))})
 
 
+@pytest.mark.thorough
 def test_a_row_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     """A rank that began would wait in its first collective for the one that did not."""
     with tiny_lab("entering-two", tmp_path, backend="ray", devices=2, placement=wb.Placement.colocate(2)) as lab:

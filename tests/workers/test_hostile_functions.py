@@ -33,7 +33,13 @@ class Ends(BaseException):
     pass
 
 
-RAISED = (SystemExit(3), SystemExit(), GeneratorExit(), asyncio.CancelledError(), Ends("now"), Unsayable(), Escaping())
+RAISED = [
+    *(SystemExit(3), Ends("now"), Unsayable(), Escaping()),
+    *(
+        pytest.param(error, marks=pytest.mark.thorough)
+        for error in (SystemExit(), GeneratorExit(), asyncio.CancelledError())
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,7 @@ def test_a_schedule(raised: BaseException) -> None:
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_schedule_that_ends_its_process_later(tmp_path: Path) -> None:
     def schedule(step: int) -> float:
         if step == 150:  # after the steps that are tried
@@ -107,7 +114,7 @@ def test_a_schedule_that_ends_its_process_later(tmp_path: Path) -> None:
         assert lab.actor.update_actor(batch)["optimizer_steps"] > 0
 
 
-@pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("raised", [RAISED[0], RAISED[3]], ids=lambda error: type(error).__name__)
 def test_a_worker_of_ones_own(tmp_path: Path, raised: BaseException) -> None:
     class Mine(ActorWorker):
         @wb.register("ONE_TO_ALL")

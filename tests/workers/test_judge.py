@@ -196,8 +196,7 @@ def test_a_greedy_judge_is_not_asked_again_and_the_message_says_so(tmp_path: Pat
 
 def test_a_judgement_that_is_cut_is_not_parsed(tmp_path: Path) -> None:
     """Its first words may hold a number that is not its score."""
-    rubric = "{response}"
-    cut = wb.Judge(JUDGE, rubric=rubric, parse=length, sampling=wb.Sampling(temperature=0.0, max_new_tokens=3))
+    cut = wb.Judge(JUDGE, rubric="{response}", parse=length, sampling=wb.Sampling(temperature=0.0, max_new_tokens=3))
     with judged_by(cut, tmp_path, rows_of(2)) as lab:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
         failed = lab.reward.compute_reward(batch, most_failed=1.0)
@@ -207,9 +206,13 @@ def test_a_judgement_that_is_cut_is_not_parsed(tmp_path: Path) -> None:
         assert "retries= do not help" in told
         with expect_error(RewardError, value="row 0 on rank 0 of pool .*: the judgement is cut at Sampling.max_new"):
             lab.reward.compute_reward(batch)
-    # by the judge's context: the rubric leaves room for fewer tokens than Sampling says
+
+
+@pytest.mark.thorough
+def test_a_judgement_that_is_cut_by_the_judges_context_is_not_parsed(tmp_path: Path) -> None:
+    """The rubric leaves room for fewer tokens than Sampling says."""
     sampling = wb.Sampling(temperature=0.0, max_new_tokens=60)
-    cut = wb.Judge(JUDGE, rubric="x " * 25 + rubric, parse=length, sampling=sampling,
+    cut = wb.Judge(JUDGE, rubric="x " * 25 + "{response}", parse=length, sampling=sampling,
                    generation=wb.Generation(engine="transformers", max_model_tokens=64))  # fmt: skip
     with judged_by(cut, tmp_path, rows_of(2)) as lab:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
@@ -217,6 +220,7 @@ def test_a_judgement_that_is_cut_is_not_parsed(tmp_path: Path) -> None:
         assert "cut at Generation.max_model_tokens=64" in told and "a larger max_model_tokens" in told
 
 
+@pytest.mark.thorough
 def test_a_sampled_judgement_that_is_cut_is_drawn_again(tmp_path: Path) -> None:
     sampling = wb.Sampling(max_new_tokens=1, stop_token_ids=ENDS)  # one in two ends with its first token
     judge = wb.Judge(JUDGE, rubric="{prompt} {response}", parse=length, sampling=sampling)

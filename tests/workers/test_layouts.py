@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.training_ranks import run_ranks
+from tests.engines.training_ranks import asked, run_ranks
 from tests.workers.layout_ranks import stages, stages_of
 from workbench.models.heads import load_token_values
 from workbench.placement import Layout
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1)]
 FIRST_RATIO = "first_minibatch/ratio/max_deviation"
 
 
@@ -26,17 +25,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[dict[str, Any]]], Path]:
-    """What the ranks of each layout saw."""
-    folder = tmp_path_factory.mktemp("cut")
-    return list(map(list, zip(*run_ranks(stages_of, 2, LAYOUTS, folder), strict=True))), folder
+def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[Any, Path]]:
+    """What the ranks of each layout saw, and where models are saved."""
+    folder, layouts = tmp_path_factory.mktemp("cut"), asked(request, "layout")
+    seen = zip(*run_ranks(stages_of, 2, layouts, folder), strict=True)
+    return {layouts[n]: (ranks, folder / str(n)) for n, ranks in enumerate(seen)}
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: str(LAYOUTS[number]))
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 2, 1), pytest.param(Layout(2, 1, 1), marks=pytest.mark.thorough)], ids=str
+)
 def test_the_stages_of_an_iteration(
-    alone: tuple[dict[str, Any], Path], cut: tuple[list[list[dict[str, Any]]], Path], number: int
+    alone: tuple[dict[str, Any], Path], cut: dict[Layout, tuple[Any, Path]], layout: Layout
 ) -> None:
-    (expected, folder), ranks = alone, cut[0][number]
+    (expected, folder), (ranks, saved_in) = alone, cut[layout]
     (counting,) = (rank for rank in ranks if rank["counts"])
     for stage, columns in expected["columns"].items():
         assert counting["columns"][stage].keys() == columns.keys()
@@ -65,7 +67,7 @@ def test_the_stages_of_an_iteration(
         assert compared.moved_gap < 1e-3
         assert rank["digests"] == ranks[0]["digests"]
         assert rank["reference"] == expected["reference"]
-    saved, one = load_token_values(cut[1] / str(number) / "scores"), load_token_values(folder / "scores")
+    saved, one = load_token_values(saved_in / "scores"), load_token_values(folder / "scores")
     torch.testing.assert_close(saved.score.bias, one.score.bias, rtol=1e-4, atol=1e-4)
     for (name, mine), theirs in zip(saved.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=name)

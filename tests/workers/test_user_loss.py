@@ -102,7 +102,7 @@ def test_a_critics_loss_written_in_a_cell(lab: wb.Workbench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_the_bits_are_those_of_the_named_loss_on_each_engine(world: int) -> None:
     cases = [
         Case(role=role, engine=engine, rows=2, written=written)

@@ -107,7 +107,12 @@ class Hosts:
 @pytest.mark.parametrize(
     ("publisher", "taker"),
     [
-        pytest.param(publisher, taker, id=f"{publisher}-{taker}".replace(" ", ""))
+        pytest.param(
+            publisher,
+            taker,
+            id=f"{publisher}-{taker}".replace(" ", ""),
+            marks=() if publisher in (Layout(), Layout(2, 1, 2)) and taker != Layout(d=2) else pytest.mark.thorough,
+        )
         for publisher in (Layout(), Layout(d=3), Layout(1, 2, 1), Layout(2, 1, 2), Layout(2, 2, 2))
         for taker in (Layout(), Layout(d=2), Layout(t=2), Layout(t=4, d=2))
     ],
