@@ -19,9 +19,9 @@ def check_numbers(ranks: list[dict[str, Any]], expected: dict[str, Any], layout:
     assert min(report["grad_norm"] for report in expected["reports"]) > 1, "the batch must be one that is clipped"
     for step, report in enumerate(expected["reports"]):
         # the loss is known where it is computed, everything else on every rank
-        assert sum(rank["reports"][step]["loss"] for rank in counting) == pytest.approx(report["loss"], rel=1e-5)
+        assert sum(rank["reports"][step]["loss"] for rank in counting) == pytest.approx(report["loss"], rel=1e-4)
         for rank in ranks:
-            assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-5)
+            assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
             assert rank["reports"][step]["steps"] == step + 1
     for rank in ranks:
         assert rank["gradients"].keys() == expected["gradients"].keys()

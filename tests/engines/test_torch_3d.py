@@ -70,8 +70,8 @@ def test_what_else_an_engine_promises(seen: Any, promised: Layout) -> None:
     assert losses[-1] < 0.9 * losses[0]
     for rank in ranks:
         assert rank["bf16 exported"] == {torch.bfloat16}
-        assert rank["bf16 norms"][1] == pytest.approx(rank["bf16 norms"][0], rel=1e-5)
-        assert all(norm == pytest.approx(rank["norms"][0], rel=1e-5) for norm in rank["norms"])
+        assert rank["bf16 norms"][1] == pytest.approx(rank["bf16 norms"][0], rel=1e-4)
+        assert all(norm == pytest.approx(rank["norms"][0], rel=1e-4) for norm in rank["norms"])
         for end in rank["ends"][1:]:
             for name, weight in rank["ends"][0].items():
                 torch.testing.assert_close(end[name], weight, rtol=0, atol=1e-5)

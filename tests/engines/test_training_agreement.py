@@ -79,8 +79,8 @@ def test_engine_equals_plain_training(trained: Any, world: int, tied: bool, kind
     ranks = [rank[tied, kind] for rank in trained[world]]
     for step in range(3):
         loss = sum(rank["reports"][step]["loss"] for rank in ranks)
-        assert loss == pytest.approx(losses[step], rel=1e-5)
-        assert all(rank["reports"][step]["grad_norm"] == pytest.approx(norms[step], rel=1e-5) for rank in ranks)
+        assert loss == pytest.approx(losses[step], rel=1e-4)
+        assert all(rank["reports"][step]["grad_norm"] == pytest.approx(norms[step], rel=1e-4) for rank in ranks)
         assert all(rank["reports"][step]["steps"] == step + 1 for rank in ranks)
     for rank in ranks:  # transformers' names and full shapes on every rank, also where weights are sharded
         assert rank["weights"].keys() == expected.keys()
@@ -101,6 +101,6 @@ def test_micro_batches_do_not_matter(cuts: tuple[int, ...]) -> None:
     whole, cut = make_engine("torch"), make_engine("torch")
     norm_whole = train(whole, range(1), cuts=())[0]["grad_norm"]
     norm_cut = train(cut, range(1), cuts=cuts)[0]["grad_norm"]
-    assert norm_cut == pytest.approx(norm_whole, rel=1e-5)
+    assert norm_cut == pytest.approx(norm_whole, rel=1e-4)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(cut)[name], weight, rtol=0, atol=1e-5)

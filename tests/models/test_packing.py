@@ -54,7 +54,7 @@ def test_every_sequence_is_as_if_alone(family: str, dtype: torch.dtype) -> None:
     assert head.describe() == "packed"
     log_probs, _ = head(**given, targets=targets)
     alone = torch.log_softmax(expected, -1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.15)
+    torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

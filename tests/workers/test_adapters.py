@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.expected import expect_error
+from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, MissingDependency, StageError
 from workbench.models import load_causal_lm
@@ -61,7 +63,12 @@ def lab(runs: Path) -> Iterator[wb.Workbench]:
 
 @pytest.mark.parametrize(
     ("engine", "zero_stage", "dtype"),
-    [("torch", 0, "float32"), ("torch", 0, "bfloat16"), ("deepspeed", 1, "bfloat16"), ("deepspeed", 3, "float32")],
+    [
+        ("torch", 0, "bfloat16"),
+        ("deepspeed", 3, "float32"),
+        pytest.param("torch", 0, "float32", marks=pytest.mark.thorough),
+        pytest.param("deepspeed", 1, "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_the_actor_starts_as_its_reference_and_leaves_it(runs: Path, engine: str, zero_stage: int, dtype: str) -> None:
@@ -99,7 +106,9 @@ def adapter_bytes(rank: int, itemsize: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("dtype", "rate"), [("float32", 1e-2), ("bfloat16", 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [("float32", 1e-2), pytest.param("bfloat16", 1e-5, marks=pytest.mark.thorough)]
+)
 def test_vllm_holds_the_adapter_beside_the_model(
     runs: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, rate: float
 ) -> None:
@@ -177,7 +186,7 @@ def test_the_share_of_a_change_that_arrives() -> None:
 
 def test_algorithms_need_no_other_reference(lab: wb.Workbench) -> None:
     for algorithm in (wb.PPO(lab, prompts=4), wb.GRPO(lab, prompts=4, samples=2, kl_coefficient=0.1)):
-        metrics = algorithm.run(2)
+        metrics = algorithm.run(1)
         assert {"compute_ref_log_prob/ref_log_prob/mean"} <= set(metrics.columns)
     graph = wb.PPO(lab).graph()
     assert graph["compute_ref_log_prob"].role == "reference"
@@ -249,7 +258,7 @@ def test_dpo_starts_at_log_2_in_bfloat16(runs: Path) -> None:
     rows = [{"prompt": f"Question {i}?", "chosen": "yes, gladly", "rejected": f"no {i}"} for i in range(8)]
     with lab_of("dpo", runs, dtype="bfloat16", training={"minibatches": 1}) as lab:
         batch = lab.reference.compute_ref_pair_log_prob(lab.pairs(rows).next(8))
-        assert lab.actor.update_dpo(batch)["loss"] == pytest.approx(0.693147, abs=1e-6)
+        assert lab.actor.update_dpo(batch)["loss"] == pytest.approx(math.log(2), abs=rounding(4))
         assert lab.actor.update_dpo(batch)["loss"] < 0.69
 
 

@@ -141,7 +141,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
         batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=8, temperature=0.8)
         same = lab.teacher.compute_teacher_log_prob(batch, top_k=32)
         with lab.kept("actor"):
-            assert lab.actor.update_distill(same)["loss"] == pytest.approx(0, abs=1e-6)
+            assert lab.actor.update_distill(same)["loss"] == pytest.approx(0, abs=1e-5)
         table = batch.fetch()
         prompts = table["prompt_ids"]
         assert isinstance(prompts, Ragged)
@@ -185,7 +185,7 @@ def test_an_adapter_learns_from_the_model_under_it(tmp_path: Path) -> None:
     models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}
     with open_lab("lora", tmp_path, models) as lab:
         found = wb.Distill(lab, prompts=4, sampling=SAMPLING, top_k=16, teacher="reference").run(1)
-        assert found["update_distill/divergence"].iloc[0] == pytest.approx(0, abs=1e-6)
+        assert found["update_distill/divergence"].iloc[0] == pytest.approx(0, abs=1e-5)
 
 
 def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str, Any]], tmp_path: Path) -> None:

@@ -57,12 +57,13 @@ def advantages(lab: wb.Workbench, given: Table, **arguments: Any) -> list[torch.
 
 
 @pytest.mark.parametrize(
-    ("estimator", "right"), [("dr_grpo", [0.667, 0.0, -0.333, -0.333]), ("grpo", [1.155, 0.0, -0.577, -0.577])]
+    ("estimator", "right"),
+    [("dr_grpo", [2 / 3, 0.0, -1 / 3, -1 / 3]), ("grpo", [2 / 3**0.5, 0.0, -(3**-0.5), -(3**-0.5)])],
 )
 def test_a_failed_row_is_no_baseline_of_the_others(lab: wb.Workbench, estimator: str, right: list[float]) -> None:
     found = advantages(lab, table([1, 0, 1, 1]), estimator=estimator)
     for row, value in zip(found, right, strict=True):
-        assert row.tolist() == pytest.approx([value] * len(row), abs=5e-4)
+        assert row.tolist() == pytest.approx([value] * len(row), rel=1e-5, abs=1e-6)
     metrics = lab.last_metrics["compute_advantages"]
     assert metrics["rewards/mean"] == pytest.approx(1 / 3) and metrics["valid/fraction"] == 0.75
     assert metrics["dropped_groups"] == 0
@@ -177,11 +178,11 @@ def test_two_ranks_score_and_estimate_as_one_does() -> None:
                 found, rows = ({n: text.split(" on rank")[0] for n, text in each.items()} for each in (found, rows))
             assert sorted(found) == sorted(rows)
             for row, value in rows.items():
-                assert found[row] == (value if isinstance(value, str | bool) else pytest.approx(value, abs=1e-6)), name
+                assert found[row] == (value if isinstance(value, str | bool) else pytest.approx(value, abs=1e-5)), name
         merged: Metrics = {}
         for rank in ranks:
             merge_metrics(merged, rank["metrics"][call])
-        assert reported(merged) == pytest.approx(reported(alone["metrics"][call]), abs=1e-6)
+        assert reported(merged) == pytest.approx(reported(alone["metrics"][call]), abs=1e-5)
     assert alone["columns"]["one"]["failure"][6] == "compute_reward picky: raised ConnectionError: HTTP 503"
     assert not any(alone["columns"]["all failed"]["valid"].values())
     assert alone["columns"]["again"]["valid"][6] and not alone["columns"]["again"]["valid"][1]

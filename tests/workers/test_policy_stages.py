@@ -14,6 +14,7 @@ from torch import Tensor
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.expected import expect_error
+from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
@@ -350,10 +351,10 @@ class TestUpdates:
         ppo = lab.actor.update_actor(ready)
         other = lab.actor.update_actor(ready, loss=loss)
         assert other["grad_norm"] == pytest.approx(ppo["grad_norm"], rel=1e-5)
-        assert other["ratio/max_deviation"] <= 1e-6
+        assert other["ratio/max_deviation"] <= 1e-5
         assert other["clip_fraction"] == 0
         if loss == "gspo":
-            assert other["loss"] == pytest.approx(ppo["loss"], rel=1e-6)
+            assert other["loss"] == pytest.approx(ppo["loss"], abs=rounding(200))  # of advantages that cancel
 
     def test_gspo_clips_sequences(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         """The policy has moved by 0.1 nats on every token: every sequence's ratio is exp(0.1)."""

@@ -50,7 +50,7 @@ def test_micro_batches_and_ranks_do_not_change_the_gradient(
             for (outcome,) in rank[mine]:
                 moved_alike(outcome, expected)
                 norm = outcome["metrics"]["grad_norm"].value
-                assert norm == pytest.approx(expected["metrics"]["grad_norm"].value, rel=1e-5)
+                assert norm == pytest.approx(expected["metrics"]["grad_norm"].value, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_rows_without_advantage_are_skipped_and_still_counted(world: int) -> Non
                 moved_alike(outcome, expected)
                 for name in ("loss", "grad_norm", "optimizer_steps"):
                     value = expected["metrics"][name].value
-                    assert outcome["metrics"][name].value == pytest.approx(value, rel=1e-5, abs=1e-9), name
+                    assert outcome["metrics"][name].value == pytest.approx(value, rel=1e-4, abs=1e-7), name
             mine = range(rank, ROWS, world)
             fractions = [outcome["metrics"]["skipped_rows/fraction"] for outcome in skipped]
             few = Mean(total=len(set(mine) & set(FEW)), count=len(mine))
