@@ -92,6 +92,7 @@ def test_a_merged_adapter_is_that_of_a_model_with_the_sum_as_weights(tmp_path: P
         assert (found["bfloat16_engine_merged"] == merged).all() and (found["bfloat16_engine"] != merged).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_same_numbers_on_two_ranks_and_none_where_a_model_is_cut(
     lab: wb.Workbench, batch: Any, tmp_path: Path

@@ -6,9 +6,11 @@ import gc
 import importlib.util
 import os
 import random
+import tempfile
 import threading
 import weakref
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from tests.engines import generation_cases as cases
 from tests.expected import expect_error
 from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
+from workbench.engines.generation.vllm_process import private_sockets
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.placement.generation_memory import vllm_weight_bytes
@@ -341,6 +344,21 @@ def test_memory(engine, model):
     )
     assert memory["weights"] == vllm_weight_bytes(role, 0, on_cpu=True)
     assert 0.09 * 2**30 < memory["kv_cache"] <= 0.1 * 2**30
+
+
+@pytest.mark.parametrize("folder", ["", "as long as that of a batch system's job may be, " * 2])
+def test_sockets_lie_where_only_this_user_can_enter_and_are_removed(shared_engine, tmp_path, monkeypatch, folder):
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    (tmp_path / folder).mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+    with private_sockets():
+        queue = shm_broadcast.MessageQueue(1, 1)
+        places = [Path(address.removeprefix("ipc://")) for address in (
+            queue.handle.local_subscribe_addr, queue.handle.local_notify_addr)]  # fmt: skip
+        assert all(place.is_socket() for place in places)
+        assert {place.parent.stat().st_mode & 0o777 for place in places} == {0o700}
+    assert not any(place.parent.exists() for place in places)
 
 
 def test_one_engine_a_process(engine, name):

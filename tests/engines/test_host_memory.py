@@ -155,7 +155,14 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def data_parallel() -> dict[str, dict[str, bool]]:
-    cases = [(kind, dtype) for kind in ENGINES for dtype in (torch.float32, torch.bfloat16)]
+    return of_replicas([("torch", torch.float32), *((kind, torch.bfloat16) for kind in ("torch", "zero1", "zero3"))])
+
+
+def every_engine() -> dict[str, dict[str, bool]]:
+    return of_replicas([(kind, dtype) for kind in ENGINES for dtype in (torch.float32, torch.bfloat16)])
+
+
+def of_replicas(cases: list[tuple[str, torch.dtype]]) -> dict[str, dict[str, bool]]:
     return {f"{kind} {dtype}": compare(make_engine(kind, dtype), make_engine(kind, dtype)) for kind, dtype in cases}
 
 
@@ -169,7 +176,7 @@ def three_d() -> dict[str, dict[str, bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engines", [data_parallel, three_d])
+@pytest.mark.parametrize("engines", [data_parallel, three_d, pytest.param(every_engine, marks=pytest.mark.thorough)])
 def test_a_training_engine_computes_as_if_it_had_never_been_away(engines: Any) -> None:
     for rank in run_ranks(engines, 2):
         assert {case: [name for name, holds in found.items() if not holds] for case, found in rank.items()} == {

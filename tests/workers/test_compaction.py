@@ -70,7 +70,7 @@ def contexts(row: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("environment", [Counting, Texts])
-@pytest.mark.parametrize("summary", [None, ASKED])
+@pytest.mark.parametrize("summary", [ASKED, pytest.param(None, marks=pytest.mark.thorough)])
 def test_no_token_is_trained_twice_nor_under_another_context(
     lab: wb.Workbench, environment: Any, summary: str | None
 ) -> None:

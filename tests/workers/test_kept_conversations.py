@@ -102,7 +102,7 @@ def test_another_call_begins_anew(lab: wb.Workbench, begun: Any, monkeypatch: py
     table = dict(batch.fetch())
     other = lab.put({**table, "answer": ["7", "8"]})
     for given, changes in (
-        (batch, {"temperature": 0.9}), (other, {}), (batch, {"environment": Edited}), (batch, {"seed": 6}),
+        (batch, {"temperature": 0.9}), (other, {}), (batch, {"environment": Edited}),
     ):  # fmt: skip
         assert interrupted(lab, batch, 1, monkeypatch, **options) == 1
         before = count()
@@ -146,6 +146,7 @@ def test_conversations_go_on_behind_their_newest_answer_also_from_a_checkpoint(
     assert columns(lab.actor.generate_sequences(batch, **options)) == expected  # and it goes on here, too
 
 
+@pytest.mark.thorough  # other words: the next test
 def test_an_environment_that_answers_otherwise_begins_its_conversation_anew(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

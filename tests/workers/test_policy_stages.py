@@ -550,7 +550,13 @@ class TestOnPolicy:
         with tiny_lab("fresh", tmp_path, models=models, training={"minibatches": 1}, backend="inline") as lab:
             yield lab
 
-    @pytest.mark.parametrize("arguments", [{}, {"loss": "gspo"}, {"loss": "cispo"}, {"entropy_coefficient": 0.01}])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            *({}, {"entropy_coefficient": 0.01}),
+            *(pytest.param({"loss": loss}, marks=pytest.mark.thorough) for loss in ("gspo", "cispo")),
+        ],
+    )
     def test_its_step_is_that_after_a_scoring_pass(self, fresh: wb.Workbench, arguments: dict[str, Any]) -> None:
         batch = fresh.actor.generate_sequences(fresh.prompts.next(2), samples=3, max_new_tokens=8)
         batch = fresh.actor.compute_log_prob(batch)

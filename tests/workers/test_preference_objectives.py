@@ -154,7 +154,7 @@ def test_ktos_reference_point_is_that_of_the_weights_before_each_step(tmp_path: 
         assert not any(after == pytest.approx(point, rel=1e-4) for point in points)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [40, 120])
+@pytest.mark.parametrize("micro_batch_tokens", [40, pytest.param(120, marks=pytest.mark.thorough)])
 def test_micro_batches_do_not_change_the_updates(lab: wb.Workbench, tmp_path: Path, micro_batch_tokens: int) -> None:
     pairs, feedback = lab.pairs(PAIRS).next(8).fetch(), lab.feedback(RATED).next(8).fetch()
     found = []

@@ -168,7 +168,7 @@ def test_equal_scores_cost_log_2(tmp_path: Path) -> None:
         assert lab.reward.update_reward(margins)["loss"] == pytest.approx(math.log(1 + math.exp(2)), rel=rounding(4))
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [40, 120])
+@pytest.mark.parametrize("micro_batch_tokens", [40, pytest.param(120, marks=pytest.mark.thorough)])
 def test_micro_batches_do_not_change_the_update(lab: wb.Workbench, tmp_path: Path, micro_batch_tokens: int) -> None:
     table = lab.pairs(PAIRS).next(8).fetch()
     found = []
