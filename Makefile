@@ -36,6 +36,15 @@ thorough: $(READY) ## run what `make test` shows under further layouts, and ever
 	$(TESTS) --dist loadfile -m "thorough and not lesson"
 	$(BIN)/python benchmarks/prove.py
 
+OLD := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2 DNNL_MAX_CPU_ISA=SSE41
+
+margins: $(READY) ## how near comparisons of floats come to their tolerance, as this processor rounds and with old instructions
+	rm -f runs/margins.jsonl runs/margins_old.jsonl
+	MARGINS=runs/margins.jsonl $(TESTS) --dist loadfile -p tests.margins
+	MARGINS=runs/margins_old.jsonl $(OLD) $(TESTS) --dist loadfile -p tests.margins $(QUICK)
+	cat runs/margins.jsonl runs/margins_old.jsonl > runs/margins_both.jsonl
+	$(BIN)/python -m tests.margins runs/margins_both.jsonl
+
 lock: $(READY) ## write scripts/constraints/ anew: the newest versions that fit together in the ranges of pyproject.toml
 	$(BIN)/python -m scripts.lock
 

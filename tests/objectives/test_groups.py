@@ -30,7 +30,7 @@ class TestGroups:
         # group 900: 1, 3, 2 with mean 2 and deviation 1; group -4: 5, 7 with mean 6 and deviation sqrt(2)
         expected = torch.tensor([-1.0, -(0.5**0.5), 1.0, 0.5**0.5, 0.0, 0.0, 0.0, 0.0])
         torch.testing.assert_close(grpo(self.scores, self.group, eps=0.0)[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
-        torch.testing.assert_close(grpo(self.scores, self.group), expected, rtol=2e-6, atol=0)
+        torch.testing.assert_close(grpo(self.scores, self.group), expected, rtol=1e-5, atol=0)
         assert grpo(self.scores, self.group, scale_by_std=False)[:4].tolist() == [-1.0, -1.0, 1.0, 1.0]
 
     def test_the_batch_std_by_hand(self) -> None:
