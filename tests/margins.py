@@ -1,8 +1,8 @@
 """A pytest plugin: which share of its tolerance each comparison of floats used (1: all of it). `make margins`.
 
 `python -m pytest -p tests.margins ...` appends to the file $MARGINS a line of JSON for each place in the tests, from
-each process. `python -m tests.margins FILE` prints the places that used more than a third, and fails where there are any:
-other processors round otherwise, and would use more.
+each process. `python -m tests.margins FILE` prints the places that used more than a third, and fails where there are
+any: other processors round otherwise, and would use more.
 """
 
 from __future__ import annotations
