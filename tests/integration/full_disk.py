@@ -16,7 +16,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, tiny_lab
-from workbench.backends.cluster import running_head, stop_head
+from workbench.backends.cluster import running_head
 from workbench.errors import WorkbenchError
 
 MIB = 2**20
@@ -92,6 +92,7 @@ def opening(disk: Path) -> None:
     import psutil
 
     os.environ["WORKBENCH_HOME"] = str(disk / "home")
+    os.environ.pop("WORKBENCH_KEEP_RAY", None)  # the last workbench ends the head: its home goes with the disk
     for folder in ("home", "home/models"):
         (disk / folder).mkdir()
     with tiny_lab("first", disk / "runs", devices=2) as lab:  # models are made, Ray is started
@@ -100,7 +101,7 @@ def opening(disk: Path) -> None:
 
         def hosts(wanted: int = 0) -> set[int]:
             """The hosts on this head. wanted: how many there should be, which are waited for."""
-            head, until = running_head(), time.monotonic() + 20
+            head, until = running_head(), time.monotonic() + 120
             assert head is not None
             while True:
                 found = set[int]()
@@ -124,7 +125,7 @@ def opening(disk: Path) -> None:
         filler.unlink()
         lab.actor.compute_log_prob(lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2))
         assert batch.rows == 1
-    stop_head()  # its home goes with the disk: nobody else would find it
+    assert running_head() is None
 
 
 def exporting(disk: Path) -> None:

@@ -128,7 +128,9 @@ def test_the_lines_differ_from_ppo_as_the_paper_lists(one: Any) -> None:
     assert len(called["SafeRLHF"]) == len(ppo) + len(costs)
 
 
-@pytest.mark.parametrize("name", ["one", "split", pytest.param("two", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["split", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("one", "two"))]
+)
 def test_an_iteration_under_each_placement(one: Any, runs: Path, name: str) -> None:
     """Two ranks and two pools give the metrics of one rank on the same rollouts; then each draws its own and learns."""
     stored, expected, _, checksum = one

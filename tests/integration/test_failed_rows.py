@@ -134,7 +134,7 @@ def exits(number: str) -> None:
     ("bad", "rows", "error"),
     [
         (crashes, [5], "ended its process with exit code 3"),
-        (hangs, [5, 6], "took more than 0.5 s; raise call_timeout_s, or mend the function"),
+        (hangs, [5, 6], "took more than 5 s; raise call_timeout_s, or mend the function"),
         (eats, [5], "raised MemoryError"),
         (exits, [5], "raised SystemExit: bye"),
     ],
@@ -143,7 +143,7 @@ def test_a_crash_a_limit_and_an_exit_each_cost_their_row_alone(
     lab: wb.Workbench, rollouts: wb.Batch, tmp_path: Path, bad: Callable[[str], object], rows: list[int], error: str
 ) -> None:
     function = wb.limits(memory_bytes=2**29)(counting(tmp_path, bad))
-    scored = lab.reward.compute_reward(rollouts.take(range(16)), function=function, call_timeout_s=0.5)
+    scored = lab.reward.compute_reward(rollouts.take(range(16)), function=function, call_timeout_s=5)
     failed = scored.failed()
     assert failed.row.tolist() == rows and failed.error.str.startswith(error).all()
     assert column(scored, "rewards").tolist() == [0.0 if row in rows else float(row) for row in range(16)]
@@ -187,10 +187,10 @@ def test_functions_in_their_host_fail_alone_too(lab: wb.Workbench, rollouts: wb.
     def bad(number: str) -> None:
         unavailable(number)
         if number == "3":
-            time.sleep(3)
+            time.sleep(60)
 
     function = wb.limits(own_process=False)(counting(tmp_path, bad))
-    scored = lab.reward.compute_reward(rollouts, function=function, call_timeout_s=0.3)
+    scored = lab.reward.compute_reward(rollouts, function=function, call_timeout_s=3)
     assert scored.failed().row.tolist() == [3, 13]
 
 

@@ -41,6 +41,7 @@ def test_stages_go_on_and_calls_that_write_say_why_they_cannot(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_opening_or_a_move_that_cannot_be_recorded_leaves_no_process(tmp_path: Path) -> None:
     on_small_disk("opening", tmp_path, 64)
 

@@ -43,6 +43,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     "raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Ends("now"), Unsayable()],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
+@pytest.mark.thorough
 def test_hosts_live_on(lab: wb.Workbench, raised: BaseException) -> None:
     batch, hosts = lab.put(stored(4), meta={"temperature": 1.0}), hosts_of(lab)
 

@@ -13,6 +13,7 @@ from workbench.errors import HostDied, WorkbenchError
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_forgotten_workbench_closes_itself(tmp_path: Path) -> None:
     lab = tiny_lab("forgotten", tmp_path, models={"actor": TINY, "reward": vowels}, idle_hours=0.002)
 

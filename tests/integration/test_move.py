@@ -154,6 +154,7 @@ def test_a_role_changes_its_layout_and_goes_back(lab: wb.Workbench) -> None:
     assert state(lab) == {**here, "drawn": lab.prompts.drawn, "iteration": lab.iteration}
 
 
+@pytest.mark.thorough
 def test_a_destination_that_dies_leaves_everything_as_it_was(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
     moved(lab, wb.Placement.split(2))
 
 
+@pytest.mark.thorough
 def test_a_new_kernel_finds_it_where_it_went(lab: wb.Workbench) -> None:
     here, placement = state(lab), lab.placement
     del registry.opened[lab.name]

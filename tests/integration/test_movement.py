@@ -183,6 +183,7 @@ def watched_memory() -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_rank_pulls_the_bytes_of_its_rows(ten_hosts: Any) -> None:
     lab = ten_hosts
     lengths = np.random.default_rng(0).integers(0, 50, 31)
@@ -197,6 +198,7 @@ def test_each_rank_pulls_the_bytes_of_its_rows(ten_hosts: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_gigabyte_passes_the_kernel_by(ten_hosts: Any) -> None:
     lab = ten_hosts
     lengths = np.random.default_rng(1).integers(5_000, 15_500, 12_500)

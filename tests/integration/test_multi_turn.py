@@ -71,6 +71,7 @@ def by_hand(lab: wb.Workbench) -> list[Any]:
     return [turns, list(fork.returns), fork.endings]
 
 
+@pytest.mark.thorough
 def test_two_ranks_converse_as_one_does(tmp_path: Path) -> None:
     models: dict[str, Any] = {"actor": TINY}
     with tiny_lab("inline", tmp_path, backend="inline", models=models) as lab:

@@ -76,8 +76,10 @@ def test_nothing_but_the_loopback_is_listened_on(full: wb.Workbench) -> None:
 @pytest.mark.parametrize(
     ("name", "placement", "training"),
     [
-        ("two", wb.Placement.colocate(2), {}),
-        ("zero2", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 2}),
+        pytest.param("two", wb.Placement.colocate(2), {}, marks=pytest.mark.thorough),
+        pytest.param(
+            "zero2", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 2}, marks=pytest.mark.thorough
+        ),
         ("split", wb.Placement.split(2), {}),
     ],
 )
@@ -174,6 +176,7 @@ def test_samples_stand_side_by_side_and_seeds_decide(full: wb.Workbench) -> None
     assert frame["response_ids"].tolist() != anew.df(["response_ids"])["response_ids"].tolist()
 
 
+@pytest.mark.thorough
 def test_grpo_needs_no_critic(full: wb.Workbench) -> None:
     history = wb.GRPO(full, prompts=2, samples=4, sampling=wb.Sampling(max_new_tokens=6), kl_coefficient=0.1).run(1)
     assert abs(history["compute_advantages/advantages/mean"].iloc[0]) < 1
@@ -232,6 +235,7 @@ def test_opening_again(full: wb.Workbench, runs: Path) -> None:
         tiny_lab("full", runs, **same, if_exists="error")
 
 
+@pytest.mark.thorough
 def test_another_kernel_takes_it_up(runs: Path) -> None:
     script = """
 import json, ray, workbench as wb  # Ray imported first: its settings are then read before ours are made

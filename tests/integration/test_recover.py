@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,25 @@ def opened(name: str, runs: Path) -> wb.Workbench:
 
 
 def ppo(lab: wb.Workbench) -> wb.PPO:
-    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=20)
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=4)
 
 
-def kill(lab: wb.Workbench, host: str, after_s: float = 0.0) -> threading.Timer:
+def kill(lab: wb.Workbench, host: str) -> None:
     """A host's process ends as one that is out of memory does."""
-    timer = threading.Timer(after_s, os.kill, (lab.hosts.backend.processes[host].pid, signal.SIGKILL))  # type: ignore[attr-defined]
-    timer.start()
-    return timer
+    os.kill(lab.hosts.backend.processes[host].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+
+def once_in(lab: wb.Workbench, host: str, stage: str, steps: int, do: Callable[[], None]) -> None:
+    """Do something as soon as a host has done so many steps of a stage."""
+
+    def watch() -> None:
+        while True:
+            busy, done, *_ = lab.hosts.backend.ask(host, "status").result()
+            if busy.endswith(stage) and done >= steps:
+                return do()
+            time.sleep(0.01)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.mark.slow
@@ -66,7 +79,7 @@ def test_the_next_iterations_are_those_of_a_run_without_it(
     with opened("killed", tmp_path) as lab:
         algorithm, actor = ppo(lab), lab.actor
         again(algorithm, 1)
-        kill(lab, lab.actor.hosts[1]).join()  # between two stages, without a checkpoint
+        kill(lab, lab.actor.hosts[1])  # between two stages, without a checkpoint
         with pytest.raises(HostDied, match=r"lab\.recover\(\)"):
             algorithm.iterate()
         assert lab.recover() is None
@@ -78,7 +91,8 @@ def test_the_next_iterations_are_those_of_a_run_without_it(
         again(algorithm, 2)
         while algorithm.next_stage != "update_critic":
             algorithm.step()
-        kill(lab, lab.critic.hosts[0], after_s=0.3)  # in the middle of an update
+        scorer = lab.critic.hosts[0]
+        once_in(lab, scorer, "update_critic", 2, lambda: kill(lab, scorer))
         with pytest.raises(HostDied, match=r"lab\.recover\(\)"):
             algorithm.step()
         checkpoint = lab.recover()
@@ -91,7 +105,7 @@ def test_the_next_iterations_are_those_of_a_run_without_it(
 
         monkeypatch.setattr(run, "GRACE_S", 2.0)
         batch = lab.prompts.more(2)
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        once_in(lab, lab.actor.hosts[0], "meet", 0, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(StageInterrupted, match=r"rank 0 showed no progress for 2 s.*lab\.recover\(\)"):
             lab.actor.meet(batch)
         lab.recover()

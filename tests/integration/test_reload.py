@@ -96,6 +96,7 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_new_operation_and_what_only_hosts_have_loaded(
     lab: Any, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_new_operation_and_what_only_hosts_have_loaded(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_cell_run_again_and_another_kernel(lab: Any, files: Files) -> None:
     notebook = vars(sys.modules["__main__"])
     cell = "def cell_score(prompt, response, **row):\n    return {}"

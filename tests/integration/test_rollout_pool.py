@@ -150,6 +150,7 @@ def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     assert max(update["start_s"], generation["start_s"]) < min(update["end_s"], generation["end_s"])
 
 
+@pytest.mark.thorough
 def test_a_rollout_host_that_dies_takes_no_actor_with_it(
     cut: wb.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_an_environment_that_holds_pythons_lock_is_ended(lab: wb.Workbench, batc
     assert lab.actor.generate_sequences(batch, **options).rows == 4
 
 
+@pytest.mark.thorough
 def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
     """Comes last: its hosts are killed."""
 
