@@ -71,10 +71,12 @@ def test_a_head_of_ours_listens_on_the_loopback_and_asks_for_its_token(tmp_path:
 
 # An open cluster of somebody else, joined; then a program that is started from there, with a head of its own
 OPEN = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, tempfile
 import ray
 os.environ["RAY_AUTH_MODE"] = "disabled"
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+folder = tempfile.TemporaryDirectory()
+options = {"num_cpus": 1, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+ray.init("local", _temp_dir=folder.name, **options)
 address = ray.get_runtime_context().gcs_address
 guest = '''
 import os, subprocess, sys, warnings
@@ -91,6 +93,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.thorough
 def test_joining_an_open_cluster_warns_and_leaves_no_setting_behind(tmp_path: Path) -> None:
     with run(OPEN, tmp_path, HOME=str(tmp_path)) as process:
         said, errors = answer(process)

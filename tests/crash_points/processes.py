@@ -30,12 +30,14 @@ PRELOADED = [
     "tests.cases",
 ]  # fmt: skip
 LOST = "the process ended"
+_kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
 def started() -> str:
     """Compile the library, and start the fork server with it; the library's path. There is one of each a process."""
-    library = Path(tempfile.mkdtemp()) / "crash_points.so"
+    _kept.append(tempfile.TemporaryDirectory(prefix="crash-points-"))  # until this process ends
+    library = Path(_kept[0].name) / "crash_points.so"
     assert COMPILER is not None
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

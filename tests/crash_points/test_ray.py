@@ -154,6 +154,7 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_some_points(on_ray: OnRay) -> None:
     assert len(on_ray.points) > 50
     assert not failures(on_ray.ended, spread(on_ray.points, 4))
@@ -162,6 +163,7 @@ def test_some_points(on_ray: OnRay) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_kernel_ends_as_a_generation_does(on_ray: OnRay) -> None:
     """Before and after each entry of the journal from the drawing of prompts to the stage after the generation: the
     next kernel has its samples, or draws the same."""
@@ -170,6 +172,7 @@ def test_the_kernel_ends_as_a_generation_does(on_ray: OnRay) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_kernel_ends_at_every_point_of_a_recovery(on_ray: OnRay) -> None:
     points = on_ray.driver.count(f"lab.recover({on_ray.one!r})")
     assert len(points) > 1
@@ -177,11 +180,13 @@ def test_the_kernel_ends_at_every_point_of_a_recovery(on_ray: OnRay) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_another_takes_over_during_a_move(on_ray: OnRay) -> None:
     assert not failures(on_ray.moving, (1, 5, 9))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_kernel_ends_during_a_move(on_ray: OnRay) -> None:
     points = on_ray.driver.count(MOVE.format("counted"))
     on_ray._go_back()

@@ -75,6 +75,7 @@ class Interrupting(Kernel):
         super().__init__(folder)
         self.run(PRELUDE.format(open=open))
         self.took_s: dict[str, float] = {}
+        self.met = 0  # how many trials an interrupt met
         for name in stages:
             before, stage, compared = STAGES[name]
             self.run(before or "pass")
@@ -93,6 +94,7 @@ class Interrupting(Kernel):
         self.interrupt()
         error, _ = self.answer_interrupted(request)
         ended_s = time.monotonic() - pressed
+        self.met += error is not None
         self.run(f"if got is None: {stage}")  # the kernel drops a cell without an error if its own code was interrupted
         right = self.run(f"print(({compared}) == clean[{name!r}], list(lab.open_runs()) == [])\ngo_back()").split()
         return Trial(name, delay_s, error or "done before", ended_s, right[-2:] == ["True", "True"])

@@ -18,7 +18,7 @@ from tests.cases import tiny_lab, vowels
 def opened(name, devices=1):
     return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
 def algorithm(lab):
-    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=80)
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=20)
 def watched(lab, stage):
     "Write a file of that name when the stage has done three of its steps."
     def watch():
@@ -59,7 +59,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
     first.run("watched(lab, 'update_critic')")
-    request = first.start("ppo.step()")  # an update of both minibatches, 80 times
+    request = first.start("ppo.step()")  # an update of both minibatches, 20 times
     wait_for(tmp_path / "update_critic")
     first.interrupt()
     error, _ = first.answer(request)
@@ -95,6 +95,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     assert "run of an earlier kernel" in events
 
 
+@pytest.mark.thorough
 def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], Kernel]) -> None:
     """Its kernel is gone between the end of the stage and the record of the algorithm's position."""
     first = kernels()
@@ -111,6 +112,7 @@ def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], K
     assert second.run("print(ppo.iterate()['update_critic/optimizer_steps'])").strip() == "4"
 
 
+@pytest.mark.thorough
 def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[[], Kernel], tmp_path: Path) -> None:
     """Its kernel is killed inside `lab.overlap()`, while the update behind it is under way."""
     first = kernels()
@@ -129,6 +131,7 @@ def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[
     assert "actor.update_actor: was done" in second.run("lab.actor.update_actor(batch, epochs=30)")
 
 
+@pytest.mark.thorough
 def test_two_kernels_do_not_mix_their_steps(kernels: Callable[[], Kernel]) -> None:
     first, second = kernels(), kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); batch = ppo.step(); batch = ppo.step()")
