@@ -64,7 +64,7 @@ def test_curves_over_samples_tokens_and_seconds(folder: Path) -> None:
     assert runs.curves("reward", "samples").df["x"].tolist() == [4, 8, 12, 8, 16]
     assert runs.curves("reward", "tokens").df["x"].tolist() == [40, 80, 120, 80, 160]
     seconds = runs.curves("reward", "seconds").df["x"]
-    assert (seconds >= 0).all() and seconds.max() < 10
+    assert (seconds >= 0).all() and seconds.max() < 60
 
 
 def test_rollouts_that_were_drawn_ahead_make_no_iteration(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_template_that_loops_is_stopped_and_the_thread_goes_on(hides: str, mon
         begun_s = time.monotonic()
         with expect_error(BadInput, value=r"chat template of .* took more than 0.5 s for \[\{'role': 'user'"):
             render_prompt(tokenizer, "Hi", chat=True)
-        assert time.monotonic() - begun_s < 5
+        assert time.monotonic() - begun_s < 60
         time.sleep(0.6)  # nothing is raised later
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert tokenizer.decode(render_prompt(tokenizer, "Hi", chat=True)) == "Hi"

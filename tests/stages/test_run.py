@@ -52,7 +52,7 @@ def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.Mon
     began = time.monotonic()
     while run.state == "running":
         run.poll(backend)
-    assert 0.1 < time.monotonic() - began < 10.0
+    assert 0.1 < time.monotonic() - began < 60.0
     assert run.state == "failed" and run.stuck
     with pytest.raises(StageError, match="bad row"):
         run.result()

@@ -43,7 +43,7 @@ def test_end_waits_for_a_process_that_goes_and_kills_one_that_stays() -> None:
     remote = replace(Process.current(), machine="another-machine")  # its id is that of this very test
     start_s = time.monotonic()
     end([one, two, remote], grace_s=1.5)
-    assert 1.0 < time.monotonic() - start_s < 10
+    assert 1.0 < time.monotonic() - start_s < 60
     assert not psutil.pid_exists(going.pid)
     assert not psutil.pid_exists(staying.pid)
     going.wait()

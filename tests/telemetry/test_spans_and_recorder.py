@@ -51,7 +51,7 @@ def test_nested_spans_name_their_parents_and_lie_inside_them():
             assert outer.start_s <= made.start_s <= made.end_s <= outer.end_s
     assert by_kind["communication"].end_s - by_kind["communication"].start_s >= 0.002
     assert (by_kind["communication"].bytes, by_kind["forward"].tokens, by_kind["compute"].tokens) == (64, 15, 15)
-    assert abs(by_kind["compute"].start_s - time.time()) < 5
+    assert abs(by_kind["compute"].start_s - time.time()) < 60
     assert transfers == []
     assert recorder.drain() == ([], [], [])
 

@@ -59,7 +59,7 @@ def test_all_stop_at_the_same_point(seed: int) -> None:
     while any(thread.is_alive() for thread in ranks.threads):
         leaving.poll([rank for rank, thread in enumerate(ranks.threads) if thread.is_alive()])
         time.sleep(0.001)
-        assert time.monotonic() - began < 5  # nobody waits for who cannot come
+        assert time.monotonic() - began < 60  # nobody waits for who cannot come
     assert len(set(ranks.left.values())) == 1, ranks.left
 
 
