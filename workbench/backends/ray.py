@@ -22,7 +22,7 @@ from workbench.messages.calls import Call, HostInfo
 from workbench.support.machine import Process, end
 
 GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
-ATTACH_TIMEOUT_S = 10
+ATTACH_TIMEOUT_S = 60  # of a busy machine: an actor that is gone answers at once
 END_GRACE_S = 10
 SAID = 160  # characters of what Ray says of it
 LOOK_S = 0.5  # so often is it asked whether the head lives

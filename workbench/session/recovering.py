@@ -23,7 +23,7 @@ from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 
 RECOVERY = "a recovery that did not come to its end"
-ANSWER_S = 5.0  # a host whose process runs and that says nothing for so long counts as lost
+ANSWER_S = 20.0  # a host whose process runs and that says nothing for so long counts as lost
 
 
 def recover(
