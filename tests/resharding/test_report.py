@@ -103,7 +103,7 @@ def test_wrong_input_is_one_clear_line(
     options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prose.txt").write_text("no configuration")
-    nine = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, num_hidden_layers=2)
+    nine = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, intermediate_size=96)
     (tmp_path / "nine.json").write_text(nine.to_json_string(use_diff=False))
     files = {"prose": tmp_path / "prose.txt", "nine": tmp_path / "nine.json"}
     assert cli.main(["reshard", *options.format(**files).split()]) == 1
