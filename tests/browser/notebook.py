@@ -32,6 +32,17 @@ PATIENCE_S = 240  # what a busy machine may take for anything
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "runs" / "browser"
 OUTPUTS = "(n) => jupyterapp.shell.currentWidget.content.widgets[n].model.outputs.toJSON()"
+READY = """async () => {
+  const { context, sessionContext } = jupyterapp.shell.currentWidget;
+  await Promise.all([context.ready, sessionContext.ready]);
+}"""
+TAKE = """(cells) => {
+  const model = jupyterapp.shell.currentWidget.content.model.sharedModel;
+  const before = model.cells.length;
+  model.insertCells(0, cells.map((source) => ({ cell_type: "code", source, metadata: {}, outputs: [] })));
+  model.deleteCellRange(cells.length, cells.length + before);
+}"""
+IMPORTS = "import workbench.controller, workbench_widgets.panel, tests.cases, transformers.models.llama.modeling_llama"
 STACKS = (  # of the kernel's threads, by name
     "{thread.name: __import__('traceback').format_stack(__import__('sys')._current_frames()[thread.ident])[-4:]"
     " for thread in __import__('threading').enumerate()}"
@@ -79,6 +90,43 @@ def _address(server: subprocess.Popen[bytes], runtime: Path, token: str) -> str:
     raise TimeoutError("JupyterLab did not start")
 
 
+def two_frames(page: Any) -> None:
+    """Until the page has drawn what it has, and has heard of its sizes."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def accessible(element: Any) -> list[dict[str, Any]]:
+    """An element's part of the browser's accessibility tree, without what the browser ignores."""
+    session = element.page.context.new_cdp_session(element.page)
+    element.evaluate("(one) => one.setAttribute('data-read', '')")
+    root = session.send("DOM.getDocument", {"depth": 0})["root"]["nodeId"]
+    node = session.send("DOM.querySelector", {"nodeId": root, "selector": "[data-read]"})["nodeId"]
+    backend = session.send("DOM.describeNode", {"nodeId": node})["node"]["backendNodeId"]
+    found = session.send("Accessibility.queryAXTree", {"backendNodeId": backend})["nodes"]
+    session.detach()
+    element.evaluate("(one) => one.removeAttribute('data-read')")
+    return [one for one in found if not one["ignored"]]
+
+
+def picture(page: Any, name: str) -> Path:
+    """Keep what the page shows under runs/browser/."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    path = PICTURES / f"{name}.png"
+    page.screenshot(path=str(path))
+    return path
+
+
+def _written(file: Path) -> Path:
+    """This file, once all of it is written."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(OSError, json.JSONDecodeError):
+            if json.loads(file.read_text()):
+                return file
+        time.sleep(0.1)
+    raise TimeoutError(f"no kernel wrote {file}")
+
+
 class CellFailed(AssertionError):
     """A cell that should not have failed did; its text is the cell's error."""
 
@@ -91,32 +139,52 @@ class Notebook:
     """
 
     def __init__(self, page: Any, address: str, folder: Path, cells: Sequence[str], name: str = "test") -> None:
-        self.page, self._runtime, self._address = page, folder / "runtime", address
-        before = set(self._runtime.glob("kernel-*.json"))
+        self.page, self._address = page, address
         file = f"{name}-{secrets.token_hex(3)}.ipynb"
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, folder / file)
         self.path = folder / file
-        page.goto(address.format(name=file), wait_until="domcontentloaded")
-        page.wait_for_selector(".jp-Notebook .jp-Cell")
-        self._wait_until_idle()
-        self._client = BlockingKernelClient(connection_file=str(self._connection_file(before)))
+        wanted = {"path": file, "name": file, "type": "notebook", "kernel": {"name": "python3"}}
+        self._session = json.loads(self._server("POST", "", wanted))
+        connection = folder / "runtime" / f"kernel-{self._session['kernel']['id']}.json"
+        self._client = BlockingKernelClient(connection_file=str(_written(connection)))
         self._client.load_connection_file()
         self._client.start_channels()
+        self._client.execute(IMPORTS, silent=True)  # while the page is built
+        page.goto(address.format(name=file), wait_until="domcontentloaded")
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.evaluate(READY)
+        self.wait_until_idle()
 
-    def _connection_file(self, before: set[Path], timeout_s: float = PATIENCE_S) -> Path:
-        """The file that was added to those before, once all of it is written."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            for file in set(self._runtime.glob("kernel-*.json")) - before:
-                with suppress(json.JSONDecodeError):
-                    if json.loads(file.read_text()):
-                        return file
-            time.sleep(0.1)
-        raise TimeoutError(f"no kernel wrote its connection file into {self._runtime} in {timeout_s:.0f} s")
+    def _server(self, method: str, session: str, data: Any = None) -> bytes:
+        """Ask the server about sessions."""
+        server, _, rest = self._address.partition("/doc/tree/")
+        url = f"{server}/api/sessions{session}?{rest.partition('?')[2]}"
+        body = None if data is None else json.dumps(data).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, body, method=method)) as answer:
+            told: bytes = answer.read()
+        return told
 
-    def _wait_until_idle(self) -> None:
+    def take(self, cells: Sequence[str]) -> None:
+        """These cells instead of those that there are; the kernel goes on."""
+        self.page.set_viewport_size({"width": 1300, "height": 1100})
+        self.page.evaluate(TAKE, list(cells))
+        self.wait_for_count(self.page.locator(".jp-Notebook .jp-CodeCell"), len(cells))
+
+    def save(self) -> None:
+        """Write what the page has to the file, in place of what an earlier test left there."""
+        self.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
+
+    def leave(self) -> bool:
+        """Close what is called `lab`, for the test that comes next; whether that went well."""
+        with suppress(Exception):
+            self.wait_until_idle()
+            self.ask("globals().pop('lab').close() if 'lab' in globals() else None")
+            return True
+        return False
+
+    def wait_until_idle(self) -> None:
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
 
     def start(self, n: int) -> Any:
@@ -145,6 +213,10 @@ class Notebook:
             raise CellFailed(f"cell {n}: {error}")
         assert error or not fails, f"cell {n} did not fail, see {self.picture('failed')}"
         return cell
+
+    def number(self, n: int) -> int:
+        """The number that cell n has from the kernel."""
+        return int(self.page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").nth(n).inner_text().strip("[]: \n"))
 
     def outputs(self, n: int) -> list[dict[str, Any]]:
         """The outputs of cell n, as the page has them and would save them."""
@@ -202,21 +274,10 @@ class Notebook:
         self.wait_for("'called' not in [t.name for t in __import__('threading').enumerate()]", timeout_s)
 
     def picture(self, name: str) -> Path:
-        """Keep what the page shows under runs/browser/."""
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        path = PICTURES / f"{name}.png"
-        self.page.screenshot(path=str(path))
-        return path
+        return picture(self.page, name)
 
     def close(self) -> None:
         """Leave the page, and end its kernel: through the server, which would start a new one for one that died."""
         self._client.stop_channels()
-        self.page.goto("about:blank")
-        server, _, rest = self._address.partition("/doc/tree/")
-        token = rest.partition("?")[2]
-        with urllib.request.urlopen(f"{server}/api/sessions?{token}") as answer:
-            sessions = json.load(answer)
-        for session in sessions:
-            if session["path"] == self.path.name:
-                url = f"{server}/api/sessions/{session['id']}?{token}"
-                urllib.request.urlopen(urllib.request.Request(url, method="DELETE")).close()
+        self.page.context.close()
+        self._server("DELETE", f"/{self._session['id']}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.browser.notebook import two_frames
 from tests.light import describe
 from workbench.controller import Workbench
 from workbench.telemetry import MemoryReading
@@ -104,6 +105,9 @@ OVER = """() => {
   };
 }"""
 
+AS_WIDE = """() => [...sheets[0].area.querySelectorAll('.js-plotly-plot')]
+  .every((box) => Math.abs(box.querySelector('.main-svg').getBoundingClientRect().width - box.clientWidth) < 2)"""
+
 
 def test_buttons_cover_nothing_and_one_chart_takes_the_width(page: Any, view: Memory) -> None:
     page.add_style_tag(content=(Path(front_end.__file__).parent / "static" / "panel.css").read_text())
@@ -111,7 +115,7 @@ def test_buttons_cover_nothing_and_one_chart_takes_the_width(page: Any, view: Me
     view.on_library()
     draw(page, view, 0, whole=True)
     page.wait_for_function(f"() => ({PLOTTED})(0).length >= 1 && document.querySelector('.modebar-btn')")
-    page.wait_for_timeout(300)
+    page.wait_for_function(AS_WIDE)
     found = page.evaluate(OVER)
     bar, plot = found["bar"], found["plot"]
     assert bar["bottom"] <= plot["top"], "no point is under a button"
@@ -151,6 +155,22 @@ def test_hatches_are_found_where_another_sheet_has_the_same_unseen(page: Any, vi
     assert set(fills) <= per_sheet[1]
 
 
+def test_the_still_picture_stays_where_plotly_does_not_come(page: Any, view: Memory) -> None:
+    page.evaluate("() => { window.DecompressionStream = undefined; }")
+    draw(page, view, 0, whole=True)
+    view.on_library()
+    assert draw(page, view, 0, whole=True) == []
+    page.wait_for_function("() => sheets[0].sent.includes('stills')")
+    assert "plotly could not be loaded here" in page.locator(".wb-said").first.inner_text()
+    view.on_stills()
+    picture = "() => sheets[0].area.querySelector('.wb-charts').innerHTML"
+    before = page.evaluate(picture)
+    held(view.lab, 3.0)
+    draw(page, view, 0, whole=False)
+    assert "<svg" in before and page.evaluate(picture) != before
+    assert page.locator(".js-plotly-plot").count() == 0
+
+
 def test_what_has_ended_holds_and_draws_nothing(page: Any, view: Memory) -> None:
     view.on_library()
     draw(page, view, 0, whole=True)
@@ -159,5 +179,5 @@ def test_what_has_ended_holds_and_draws_nothing(page: Any, view: Memory) -> None
     page.evaluate("(data) => { sheets[1].draw(data, []); sheets[1].end(); }", data)  # before plotly has come to it
     page.evaluate("() => sheets[0].end()")
     page.evaluate("() => { document.body.className = 'dark'; sheets[0].area.style.width = '300px'; }")
-    page.wait_for_timeout(300)
+    two_frames(page)
     assert page.evaluate("() => document.querySelectorAll('.main-svg').length") == 0

@@ -34,8 +34,8 @@ view = panel.views["conversation"]
 """
 
 
-def test_a_conversation_is_stepped_edited_forked_and_read(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "panel"])
+def test_a_conversation_is_stepped_edited_forked_and_read(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "panel"])
     notebook.run(0)
     panel, page = notebook.run(1).locator(".wb-panel"), notebook.page
     panel.get_by_text("no turn yet").wait_for()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser.notebook import two_frames
 from workbench_widgets import front_end
 
 FIELD = '<input data-act="iterations" value="3"><button data-act="run" data-drives>Run</button>'
@@ -40,7 +41,7 @@ def test_enter_sends_what_was_typed_once(page: Any) -> None:
     page.wait_for_function("() => sent.length")
     draw_again(page, "<p>a stage has ended</p>")
     page.locator("button").focus()
-    page.wait_for_timeout(50)
+    two_frames(page)
     assert page.evaluate("sent") == [["iterations", "5"]]
 
 
@@ -55,7 +56,7 @@ def test_a_drawing_between_enter_and_its_answer(page: Any) -> None:
 @pytest.mark.slow
 def test_a_field_that_is_greyed_and_drawn_again(page: Any) -> None:
     page.evaluate("enable(area, 'a cell is running', '')")
-    page.wait_for_timeout(100)  # a frame, after which what is disabled has no focus
+    two_frames(page)  # after a frame what is disabled has no focus
     draw_again(page, "<p>a stage has ended</p>")
     page.evaluate("enable(area, '', '')")
     assert page.locator("input").input_value() == "5"

@@ -6,14 +6,14 @@ tests of this folder run under a policy that forbids inline scripts: see `jupyte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser.notebook import PATIENCE_S, Notebook
+from tests.browser.notebook import Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -71,54 +71,42 @@ raise failed[0]
 """
 
 
-@pytest.fixture
-def unprotected(browser: Any, lab_address: tuple[str, Path]) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1300, "height": 1100}, bypass_csp=True)
-    context.set_default_timeout(1000 * PATIENCE_S)
-    yield context
-    context.close()
+def test_no_text_becomes_a_program_or_a_request(
+    open_notebook: Callable[..., Any], lab_address: tuple[str, Path]
+) -> None:
+    cells = [OPEN, WORK, SHOW, "panel = lab.panel(algorithm=ppo); panel"]
+    notebook: Notebook = open_notebook(cells, bypass_csp=True)
+    page, asked = notebook.page, list[str]()
+    page.context.on("request", lambda request: asked.append(request.url))
+    for cell in (0, 1):
+        notebook.run(cell)
+    notebook.start(2)
+    notebook.wait_until_ended(2)
+    assert notebook.ask("len(failed)") >= 5
+    assert notebook.ask("'window.hit' in lab.decode(said)")
+    panel = notebook.run(3).locator(".wb-panel")
+    panel.locator('[data-stage="prompts"]').wait_for()
+    for name in panel.get_by_role("tab").all_inner_texts():
+        panel.get_by_role("tab", name=name, exact=True).click()
+        page.wait_for_function(
+            "name => [...document.querySelectorAll('.wb-panel [role=tab][aria-selected=true]')]"
+            ".every(tab => tab.innerText === name)", arg=name,
+        )  # fmt: skip
+        panel.locator(".wb-waiting:visible").wait_for(state="detached")
+        notebook.picture(f"hostile_{name.lower()}")
+    assert "window.hit" in page.content()  # the texts are there, as text
+    assert page.evaluate("window.hit") is None
+    programs = "[onerror], [onload], iframe[srcdoc], img[src*='192.0.2.1'], a[href^='javascript:']"
+    assert page.locator(programs).count() == 0
+    # this page would have run them
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hit = 2'>`)")
+    page.wait_for_function("window.hit === 2")
+    ours = urlsplit(lab_address[0]).netloc
+    assert {urlsplit(url).netloc for url in asked if urlsplit(url).scheme in ("http", "https", "ws")} == {ours}
 
 
-def test_no_text_becomes_a_program_or_a_request(unprotected: Any, lab_address: tuple[str, Path]) -> None:
-    address, folder = lab_address
-    page = unprotected.new_page()
-    asked: list[str] = []
-    unprotected.on("request", lambda request: asked.append(request.url))
-    notebook = Notebook(page, address, folder, [OPEN, WORK, SHOW, "panel = lab.panel(algorithm=ppo); panel"])
-    try:
-        for cell in (0, 1):
-            notebook.run(cell)
-        notebook.start(2)
-        notebook.wait_until_ended(2)
-        assert notebook.ask("len(failed)") >= 5
-        assert notebook.ask("'window.hit' in lab.decode(said)")
-        panel = notebook.run(3).locator(".wb-panel")
-        panel.locator('[data-stage="prompts"]').wait_for()
-        for name in panel.get_by_role("tab").all_inner_texts():
-            panel.get_by_role("tab", name=name, exact=True).click()
-            page.wait_for_function(
-                "name => [...document.querySelectorAll('.wb-panel [role=tab][aria-selected=true]')]"
-                ".every(tab => tab.innerText === name)", arg=name,
-            )  # fmt: skip
-            notebook.ask("1")
-            notebook.picture(f"hostile_{name.lower()}")
-        assert "window.hit" in page.content()  # the texts are there, as text
-        assert page.evaluate("window.hit") is None
-        assert (
-            page.locator("[onerror], [onload], iframe[srcdoc], img[src*='192.0.2.1'], a[href^='javascript:']").count()
-            == 0
-        )
-        ours = urlsplit(address).netloc
-        assert {urlsplit(url).netloc for url in asked if urlsplit(url).scheme in ("http", "https", "ws")} == {ours}
-        # this page would have run them
-        page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hit = 2'>`)")
-        page.wait_for_function("window.hit === 2")
-    finally:
-        notebook.close()
-
-
-def test_the_pages_of_these_tests_forbid_inline_scripts(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    page = open_notebook([]).page
+def test_the_pages_of_these_tests_forbid_inline_scripts(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    page = shared_notebook([""]).page
     refused = page.evaluate(
         """() => new Promise(done => {
             document.addEventListener("securitypolicyviolation", event => done(event.effectiveDirective));

@@ -24,8 +24,8 @@ AREAS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-pl
   .filter((one) => one.stackgroup).map((one) => [one.name, Array.from(one.y)]))"""
 
 
-def test_areas_are_what_hosts_hold(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "panel"])
+def test_areas_are_what_hosts_hold(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "panel"])
     page = notebook.page
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")

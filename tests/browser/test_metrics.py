@@ -31,9 +31,16 @@ DRAWN = """([title, kind]) => {
   return found.length ? [Array.from(found[0].x), Array.from(found[0].y)] : null;
 }"""
 
+# where the second point of the curve is in its chart
+SECOND = """(box) => {
+  const { x, y } = box.data.find((one) => one.name === 'curves');
+  const { xaxis, yaxis } = box._fullLayout;
+  return { x: xaxis._offset + xaxis.d2p(x[1]), y: yaxis._offset + yaxis.d2p(y[1]) };
+}"""
 
-def test_curves_are_live_and_lead_to_samples(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, 'panel.show("metrics"); panel'])
+
+def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, 'panel.show("metrics"); panel'])
     page = notebook.page
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
@@ -107,46 +114,18 @@ def test_curves_are_live_and_lead_to_samples(open_notebook: Callable[[Sequence[s
         panel.get_by_role("tab", name="Metrics").click()
         notebook.wait_for("panel.shown == 'metrics'")
 
-    at = page.evaluate(
-        """(title) => {
-          const box = [...document.querySelectorAll('.js-plotly-plot')].find((box) => box.dataset.chart === title);
-          const n = box.data.findIndex((one) => one.name === 'curves');
-          const { left, top } = box.getBoundingClientRect();
-          const { xaxis, yaxis } = box._fullLayout;
-          const [x, y] = [box.data[n].x[1], box.data[n].y[1]];
-          return [left + xaxis._offset + xaxis.d2p(x), top + yaxis._offset + yaxis.d2p(y)];
-        }""",
-        ENTROPY,
-    )
-    page.mouse.move(*at)
-    page.mouse.click(*at)
+    chart = panel.locator(f'[data-chart="{ENTROPY}"]')
+    chart.hover(position=chart.evaluate(SECOND))
+    chart.locator(".hovertext").first.wait_for()
+    chart.click(position=chart.evaluate(SECOND))
     samples_of(2)
     panel.get_by_role("spinbutton", name="iteration").fill("3")
     page.keyboard.press("Tab")
     panel.get_by_role("button", name="Samples of iteration 3").focus()
     page.keyboard.press("Enter")
     samples_of(3)
-    panel.locator(f'[data-chart="{ENTROPY}"]').focus()
+    chart.focus()
     page.keyboard.press("Home")
     page.wait_for_function("() => document.querySelector('.wb-said').textContent.includes('at 1:')")
     page.keyboard.press("Enter")
     samples_of(1)
-
-
-def test_the_still_picture_stays_where_plotly_does_not_come(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN.replace("ppo.run(2)", "ppo.run(1)"), 'lab.panel("metrics", "memory")'])
-    notebook.page.evaluate("() => { window.DecompressionStream = undefined; }")
-    notebook.run(0)
-    panel = notebook.run(1).locator(".wb-panel")
-    panel.get_by_text("Still pictures: plotly could not be loaded here").first.wait_for()
-    picture = panel.locator(".wb-charts svg")
-    assert "entropy" in picture.first.get_attribute("aria-label")
-    notebook.ask("ppo.run(1) is None")
-    notebook.page.wait_for_function(
-        "(given) => document.querySelector('.wb-charts svg').getAttribute('aria-label') === given",
-        arg=notebook.ask(
-            "lab.panel('metrics', 'memory').views['metrics'].svg().split('aria-label=\"')[1].split('\"')[0]"
-        ),
-    )
-    assert notebook.page.locator(".js-plotly-plot").count() == 0
-    notebook.picture("metrics_still")

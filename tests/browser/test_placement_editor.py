@@ -1,4 +1,4 @@
-"""The placement editor in a real notebook, with real Ray workers: cards by mouse, keyboard and menu, and live moves."""
+"""The placement editor in a real notebook: cards by mouse, keyboard and menu, and live moves."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from tests.browser.notebook import Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-OPEN = """
+# pools of one rank, all in the kernel's process
+HERE = """
+from pathlib import Path
+import workbench as wb
+from tests.cases import TINY, vowels
+from tests.session.test_moving import opened
+opening = opened({"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}, wb.Placement.of(
+    {"policy": (1, ["actor", "critic"]), "scorers": (1, ["reference", "reward"])}), Path("runs"))
+lab = opening.__enter__()
+"""
+RAY = """
 from pathlib import Path
 import workbench as wb
 from tests.cases import tiny_lab
 lab = tiny_lab("placed", Path("runs"), placement=wb.Placement.of(
     {"policy": (1, ["actor", "critic"]), "scorers": (1, ["reference", "reward"])}), devices=3, if_exists="replace")
+"""
+NAMES = """
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 pools = lambda: {role: lab.placement.pool_of(role).name for role in lab.placement.roles}
 live = lambda role: set(lab.topology().query("role == @role")["pool"])
 editor = lambda: lab.panel("stepper", "placement").views["placement"]
 drafted = lambda: editor().draft or lab.placement
 """
+SHOW = 'lab.panel("stepper", "placement", algorithm=ppo)'
 MOVE = 'lab.move(lab.placement.with_role("reward", "apart", devices=1))'
 INLINE = """
 from pathlib import Path
@@ -48,13 +61,22 @@ class Editor:
     def pool(self, name: str) -> Any:
         return self.panel.locator(f'[data-pool="{name}"]')
 
+    def lift(self, role: str) -> None:
+        """Press on a card and move it a little: from then on it stays, whatever the kernel sends."""
+        mouse, card = self.notebook.page.mouse, self.card(role)
+        while True:
+            card.hover(position={"x": 60, "y": 10})
+            mouse.down()
+            box = card.bounding_box()
+            mouse.move(box["x"] + 70, box["y"] + 14, steps=2)
+            if self.panel.locator("[data-dragged]").count() == 1:
+                return
+            mouse.up()  # it was drawn again in between
+
     def drag(self, role: str, pool: str) -> None:
-        card, onto = self.card(role).bounding_box(), self.pool(pool).bounding_box()
-        mouse = self.notebook.page.mouse
-        mouse.move(card["x"] + 60, card["y"] + 10)
-        mouse.down()
+        self.lift(role)
+        onto, mouse = self.pool(pool).bounding_box(), self.notebook.page.mouse
         mouse.move(onto["x"] + onto["width"] / 2, onto["y"] + onto["height"] - 5, steps=6)
-        assert self.panel.locator("[data-dragged]").count() == 1
         assert self.pool(pool).get_attribute("data-over") is not None
         mouse.up()
         assert self.panel.locator("[data-dragged]").count() == 0
@@ -76,17 +98,19 @@ class Editor:
         self.told("moved ")
 
 
-def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, 'lab.panel("stepper", "placement", algorithm=ppo)', MOVE, "lab.close()"])
+LIVE = {"actor": "policy", "critic": "policy", "reference": "scorers", "reward": "scorers"}
+
+
+def test_models_are_moved_by_mouse_and_keyboard(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([HERE + NAMES, SHOW])
     notebook.run(0)
     editor = Editor(notebook, notebook.run(1))
-    live = {"actor": "policy", "critic": "policy", "reference": "scorers", "reward": "scorers"}
     editor.panel.locator("svg[aria-label^='memory of']").wait_for()
 
     # by mouse, and a stage after it
     editor.drag("critic", "scorers")
     notebook.wait_for("editor().draft is not None")
-    assert notebook.ask("pools()") == live, "a draft touches nothing"
+    assert notebook.ask("pools()") == LIVE, "a draft touches nothing"
     editor.panel.locator('section[aria-label="what the draft would change"]').wait_for()
     editor.panel.locator('[data-plan="split"]').wait_for()
     notebook.picture("placement-draft")
@@ -98,7 +122,7 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     assert bytes_told in editor.panel.locator('section[aria-label="what the draft would change"]').inner_text()
     editor.apply()
     assert notebook.ask("live('critic')") == {"scorers"}
-    assert notebook.ask("pools()") == {**live, "critic": "scorers"}
+    assert notebook.ask("pools()") == {**LIVE, "critic": "scorers"}
     editor.panel.get_by_role("tab", name="Stepper").click()
     editor.button("Iterate").click()
     notebook.wait_for("lab.weights['critic'].steps > 0 and not editor().driver.busy")
@@ -110,12 +134,26 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     offers.get_by_text("not predicted").first.wait_for(state="hidden")
     notebook.picture("placement-suggested")
     editor.panel.locator('[data-plan="second"]').get_by_role("button").press("Enter")
-    notebook.wait_for("editor().draft in [plan.placement for plan in lab.suggest(devices=3)]")
+    notebook.wait_for("editor().draft in [plan.placement for plan in lab.suggest(devices=4)]")
     editor.button("Discard draft").click()
     notebook.wait_for("editor().draft is None")
     editor.button("Undo (1)").click()
     editor.told("moved ")
-    assert notebook.ask("(pools(), live('critic'))") == (live, {"policy"})
+    assert notebook.ask("(pools(), live('critic'))") == (LIVE, {"policy"})
+
+    # by keyboard: there, and back with Escape
+    editor.press("critic", "ArrowRight")
+    notebook.wait_for("drafted().pool_of('critic').name == 'scorers'")
+    editor.pool("scorers").locator('[data-role="critic"]:focus').wait_for()
+    notebook.page.keyboard.press("Escape")
+    notebook.wait_for("editor().draft is None")
+
+
+@pytest.mark.thorough
+def test_ray_workers_are_moved_by_keyboard_and_menu(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([RAY + NAMES, SHOW, MOVE, "lab.close()"])
+    notebook.run(0)
+    editor = Editor(notebook, notebook.run(1))
 
     # by keyboard: there, back with Escape, there again, applied
     editor.press("critic", "ArrowRight")
@@ -186,8 +224,8 @@ def test_models_are_moved_by_mouse_keyboard_and_menu(open_notebook: Callable[[Se
     notebook.run(3)
 
 
-def test_inline_shows_its_one_process(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([INLINE, 'lab.panel("placement")'])
+def test_inline_shows_its_one_process(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([INLINE, 'lab.panel("placement")'])
     notebook.run(0)
     editor = Editor(notebook, notebook.run(1))
     editor.panel.get_by_text("one process, the kernel").wait_for()
@@ -199,10 +237,9 @@ def test_inline_shows_its_one_process(open_notebook: Callable[[Sequence[str]], A
     # a drag that is given up, and one with a finger
     editor.press("critic", "Escape")
     editor.told("nothing is drafted")
+    editor.lift("critic")
     card, onto = editor.card("critic").bounding_box(), editor.pool("new pool").bounding_box()
-    start, aim = (card["x"] + 60, card["y"] + 10), (onto["x"] + 30, onto["y"] + 30)
-    notebook.page.mouse.move(*start)
-    notebook.page.mouse.down()
+    start, aim = (card["x"] + 50, card["y"] + 6), (onto["x"] + 30, onto["y"] + 30)
     notebook.page.mouse.move(*aim, steps=4)
     notebook.page.keyboard.press("Escape")
     assert editor.panel.locator("[data-dragged]").count() == 0

@@ -39,8 +39,8 @@ def says(value: float) -> str:
     return f"{value:.6g}".replace("-", "−")
 
 
-def test_samples_are_found_and_read_token_by_token(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "panel", "more = ppo.iterate()", LONG])
+def test_samples_are_found_and_read_token_by_token(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "panel", "more = ppo.iterate()", LONG])
     notebook.run(0)
     cell = notebook.run(1)
     panel, page = cell.locator(".wb-panel"), notebook.page

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.notebook import PATIENCE_S, Notebook
+from tests.browser.notebook import PATIENCE_S, Notebook, two_frames
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -23,6 +23,23 @@ ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 RUN = "ppo.run(2)"
 SHOW = 'panel = lab.panel("timeline"); view = panel.views["timeline"]; panel'
 FOLLOW = "ppo.run(1)"
+BAR = '.span[data-level="0"]'
+
+# Places of elements in the page, read at once while it is at rest; null where one is missing.
+PLACES = """(root, found) => {
+  const places = found.map((selector) => root.querySelector(selector)?.getBoundingClientRect().toJSON());
+  return root.dataset.asks || !places.every(Boolean) ? null : places;
+}"""
+# The middle of a bar, or of a gap, whose facts begin with a text, where nothing lies over it.
+POINTS = """(root, text) => {
+  for (const one of root.querySelectorAll(".span, .gap")) {
+    if (!(one.dataset.facts || one.querySelector("title")?.textContent || "").startsWith(text)) continue;
+    const { x, y, width, height } = one.getBoundingClientRect();
+    const middle = [x + width / 2, y + height / 2];
+    if (width > 2 && document.elementFromPoint(...middle) === one) return middle;
+  }
+  return null;
+}"""
 
 
 class Drawn:
@@ -30,25 +47,51 @@ class Drawn:
 
     def __init__(self, notebook: Notebook, panel: Any) -> None:
         self.notebook, self.root = notebook, panel.locator(".wb-tl")
-        self.canvas, self.bar = panel.locator(".wb-tl-stage"), panel.locator('.span[data-level="0"]').first
+        self.canvas = panel.locator(".wb-tl-stage")
 
     def __getitem__(self, name: str) -> float:
         return float(self.root.get_attribute(f"data-{name}") or "nan")
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait until this is true; what it is then."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            if condition():
-                return
-            self.notebook.page.wait_for_timeout(100)
+            if found := condition():
+                return found
+            self.notebook.page.wait_for_timeout(50)
         raise AssertionError(f"{what}: {self.root.evaluate('e => JSON.stringify(e.dataset)')}")
 
-    @property
-    def bar_y(self) -> float:
-        """The middle of the first bar, once it is there: drawing replaces what was drawn."""
-        box: dict[str, float] = {}
-        self.until(lambda: bool(box.update(self.bar.bounding_box() or {}) or box), "a bar is drawn")
-        return box["y"] + 4
+    def settled(self) -> None:
+        """Wait for what the kernel was asked: its answer replaces what is drawn."""
+        self.until(lambda: self.root.get_attribute("data-asks") == "", "it is at rest")
+
+    def places(self, *selectors: str) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = self.until(lambda: self.root.evaluate(PLACES, list(selectors)), str(selectors))
+        return found
+
+    def drag(self, start: float, end: float) -> None:
+        """Along the first bar, from one share of the canvas to another."""
+        self.canvas.scroll_into_view_if_needed()
+        canvas, bar = self.places(".wb-tl-stage", BAR)
+        mouse, y = self.notebook.page.mouse, bar["y"] + 4
+        mouse.move(canvas["x"] + start * canvas["width"], y)
+        mouse.down()
+        mouse.move(canvas["x"] + end * canvas["width"], y, steps=4)
+        mouse.up()
+
+    def point(self, text: str) -> None:
+        """Point at what begins with this text, until it is told."""
+        tip = self.root.locator(".wb-tl-tip")
+
+        def told() -> bool:
+            self.canvas.scroll_into_view_if_needed()
+            self.settled()
+            if middle := self.root.evaluate(POINTS, text):
+                self.notebook.page.mouse.move(*middle)
+                two_frames(self.notebook.page)
+            return bool(tip.is_visible() and tip.inner_text().startswith(text))
+
+        self.until(told, f"{text!r} is told")
 
     @property
     def length(self) -> float:
@@ -64,9 +107,9 @@ class Drawn:
 
 
 def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
-    open_notebook: Callable[[Sequence[str]], Any],
+    shared_notebook: Callable[[Sequence[str]], Any],
 ) -> None:
-    notebook: Notebook = open_notebook([OPEN, RUN, SHOW, FOLLOW])
+    notebook: Notebook = shared_notebook([OPEN, RUN, SHOW, FOLLOW])
     notebook.run(0)
     notebook.run(1)
     cell = notebook.run(2)
@@ -90,7 +133,7 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     count.fill("2")
     notebook.page.keyboard.press("Tab")
     notebook.wait_for("view.iterations == 2 and view.window == 'compare'")
-    notebook.page.wait_for_timeout(500)
+    panel.locator(".wb-tl-stage text", has_text="iteration 1").first.wait_for()
     notebook.picture("timeline_compare")
     window.select_option("all")
     count.wait_for(state="detached")
@@ -109,13 +152,8 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     drawn.until(lambda: drawn.length == whole, "Home shows all")
     panel.get_by_role("button", name="zoom in").click()
     drawn.until(lambda: drawn.length < whole, "the button zooms in")
-    box = drawn.canvas.bounding_box()
-    middle = (box["x"] + box["width"] / 2, drawn.bar_y)
     before = drawn["from"]
-    notebook.page.mouse.move(*middle)
-    notebook.page.mouse.down()
-    notebook.page.mouse.move(middle[0] - 100, middle[1], steps=4)
-    notebook.page.mouse.up()
+    drawn.drag(0.5, 0.4)
     drawn.until(lambda: drawn["from"] > before, "dragging to the left goes on in time")
     drawn.canvas.focus()
     zoomed = drawn.length
@@ -141,23 +179,23 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     chosen = notebook.ask("(lambda r: (r['stage'], r['kind']))(view._table.row(view._chosen['span']))")
     assert first.startswith(f"{chosen[0]}: {chosen[1]}")
     assert RUN in details.inner_text()
-    button = details.get_by_role("button", name="Go to cell [2]")
+    number = notebook.number(1)
+    button = details.get_by_role("button", name=f"Go to cell [{number}]")
     button.focus()
     notebook.page.keyboard.press("Enter")
-    drawn.until(lambda: "cell [2] is in sight" in drawn.told, "the cell is found")
+    drawn.until(lambda: f"cell [{number}] is in sight" in drawn.told, "the cell is found")
     assert "wb-tl-found" in notebook.page.locator(".jp-CodeCell").nth(1).get_attribute("class")
     notebook.picture("timeline_chosen")
     drawn.key("Escape")
     notebook.wait_for("not view._chosen")
 
     # what is pointed at is told; a click chooses it
-    tip = panel.locator(".wb-tl-tip")
-    assert _hovered(notebook, drawn, tip, "update_actor: ")
+    drawn.point("update_actor: ")
     notebook.picture("timeline_hover")
     notebook.page.mouse.down()
     notebook.page.mouse.up()
     notebook.wait_for("'span' in view._chosen")
-    assert _hovered(notebook, drawn, tip, "idle: ")
+    drawn.point("idle: ")
     notebook.page.mouse.down()
     notebook.page.mouse.up()
     notebook.wait_for("'gap' in view._chosen")
@@ -225,7 +263,7 @@ def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
     page.keyboard.press("Enter")
     drawn.until(lambda: told.inner_text() == f"2 of {count} spans" and drawn["chosen"] != first, "Enter: the next")
     drawn.until(lambda: panel.locator(".wb-tl-chosen").count() == 1, "it is outlined")
-    chosen, canvas = panel.locator(".wb-tl-chosen").bounding_box(), drawn.canvas.bounding_box()
+    chosen, canvas = drawn.places(".wb-tl-chosen", ".wb-tl-stage")
     assert canvas["x"] < chosen["x"] < canvas["x"] + canvas["width"]
     assert 0 <= chosen["y"] <= page.viewport_size["height"]
     assert chosen["width"] >= 2
@@ -233,8 +271,9 @@ def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
     panel.get_by_role("button", name="previous match").click()
     drawn.until(lambda: told.inner_text() == f"1 of {count} spans" and drawn["chosen"] == first, "the one before")
     field = panel.get_by_role("searchbox")
-    field.fill("cell:2")
-    of_cell = notebook.ask("sum(view._callers.of_run.get(n, (0, 0))[0] == 2 for n in lab.spans()['run'])")
+    number = notebook.number(1)
+    field.fill(f"cell:{number}")
+    of_cell = notebook.ask(f"sum(view._callers.of_run.get(n, (0, 0))[0] == {number} for n in lab.spans()['run'])")
     drawn.until(
         lambda: told.inner_text() == f"1 of {of_cell} spans" or f" of {of_cell} " in told.inner_text(), "by cell"
     )
@@ -249,18 +288,14 @@ def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
 def _selects(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
     """A range is selected by mouse and by keyboard, and added up."""
     page, sums = notebook.page, panel.locator('section[aria-label="selected range"]')
-    drawn.canvas.scroll_into_view_if_needed()
-    plot, y = drawn.canvas.bounding_box(), drawn.bar_y
+    drawn.settled()
     before = drawn["from"]
     page.keyboard.down("Shift")
-    page.mouse.move(plot["x"] + 0.2 * plot["width"], y)
-    page.mouse.down()
-    page.mouse.move(plot["x"] + 0.9 * plot["width"], y, steps=4)
-    page.mouse.up()
+    drawn.drag(0.2, 0.9)
     page.keyboard.up("Shift")
     sums.wait_for()
     assert drawn["from"] == before  # Shift pans nothing
-    marked, canvas = panel.locator(".wb-tl-range").bounding_box(), drawn.canvas.bounding_box()
+    marked, canvas = drawn.places(".wb-tl-range", ".wb-tl-stage")
     assert marked["width"] == pytest.approx(0.7 * canvas["width"], abs=4)
     told = sums.inner_text()
     for word in ("update_actor", "optimizer in compute", "tokens", "bytes", "idle time by its cause", "nothing called"):
@@ -293,29 +328,5 @@ def _selects(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
     drawn.key("Escape")
     sums.wait_for(state="detached")
     panel.get_by_role("button", name="Select").click()  # then a drag selects without Shift
-    plot, y = drawn.canvas.bounding_box(), drawn.bar_y
-    page.mouse.move(plot["x"] + 0.3 * plot["width"], y)
-    page.mouse.down()
-    page.mouse.move(plot["x"] + 0.5 * plot["width"], y, steps=4)
-    page.mouse.up()
+    drawn.drag(0.3, 0.5)
     sums.wait_for()
-
-
-def _hovered(notebook: Notebook, drawn: Drawn, tip: Any, text: str) -> bool:
-    """Point along the lane until what is under the pointer is told with this text, and goes on being told."""
-
-    def told() -> bool:
-        return bool(tip.is_visible() and tip.inner_text().startswith(text))
-
-    for step, pause_ms in ((3, 0), (2, 30), (1, 60), (1, 120)):  # what is told follows a frame later, or several
-        drawn.canvas.scroll_into_view_if_needed()
-        box, y = drawn.canvas.bounding_box(), drawn.bar_y
-        for x in range(100, int(box["width"]) - 8, step):
-            notebook.page.mouse.move(box["x"] + x, y)
-            if pause_ms:
-                notebook.page.wait_for_timeout(pause_ms)
-            if told():
-                notebook.page.wait_for_timeout(300)
-                if told():
-                    return True
-    return False

@@ -1,4 +1,4 @@
-"""Traffic in a real notebook, between real Ray workers: what moved, for which stage, as matrix and as flow."""
+"""Traffic in a real notebook, between pools: what moved, for which stage, as matrix and as flow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 OPEN = """
 from pathlib import Path
 import workbench as wb
-from tests.cases import tiny_lab
-lab = tiny_lab("moved", Path("runs"), placement=wb.Placement.split(2), devices=2, if_exists="replace")
+from tests.cases import TINY, vowels
+from tests.session.test_moving import opened
+models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
+opening = opened(models, wb.Placement.split(2), Path("runs-traffic"))
+lab = opening.__enter__()
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 ppo.iterate()
 shown = lambda **which: wb.display.html.bytes_text(lab.traffic(**which).total_bytes)
@@ -23,8 +26,8 @@ view = (panel := lab.panel("traffic")).views["traffic"]
 """
 
 
-def test_what_moved_is_chosen_by_mouse_and_keyboard(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "panel", "lab.close()"])
+def test_what_moved_is_chosen_by_mouse_and_keyboard(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "panel"])
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
     page = notebook.page
@@ -59,8 +62,7 @@ def test_what_moved_is_chosen_by_mouse_and_keyboard(open_notebook: Callable[[Seq
     # what has not moved says so; what moves from now on is followed
     panel.get_by_label("what moved", exact=True).select_option("move")
     told("Nothing of this kind has moved between processes yet.")
-    notebook.ask("lab.move(wb.Placement.colocate(2).restrict(lab.placement.roles)) is None")
+    notebook.ask("lab.move(wb.Placement.colocate(1).restrict(lab.placement.roles)) is None")
     panel.get_by_label("for", exact=True).select_option("every stage")
     told(notebook.ask("shown(kind='move')"))
     notebook.picture("traffic-move")
-    notebook.run(2)

@@ -95,6 +95,7 @@ export function mountTimeline(area, send) {
       send("look", { asked, width: drawnWidth, view: home ? null : [view.from, view.to] });
     }, REST_MS);
     asked = "soon";
+    root.dataset.asks = "1";
   }
 
   function goHome() {
@@ -142,6 +143,7 @@ export function mountTimeline(area, send) {
     if (range && range[1] - range[0] < SHORTEST_VIEW_S) range = null;
     outlineRange();
     rangeAsked = String(Math.random());
+    root.dataset.asks = "1";
     send("select", { view: range, asked: rangeAsked });
   }
 
@@ -366,6 +368,7 @@ export function mountTimeline(area, send) {
       replace(times, data.times);
       const ended = performance.now();
       root.dataset.spans = data.spans;
+      root.dataset.asks = asked || rangeAsked ? "1" : ""; // "": at rest, what is drawn stays until something happens
       root.dataset.paintedAt = performance.timeOrigin + ended;
       tell("drawMs", (ended - began).toFixed(2));
       drawnWidth ||= picture.firstChild.viewBox.baseVal.width;
