@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
-from tests.browser.notebook import PATIENCE_S, Notebook
+from tests.browser.notebook import PATIENCE_S, Notebook, picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -58,15 +58,13 @@ def save_until(notebook: Notebook, text: str, also: Callable[[str], bool] = bool
     return html
 
 
-def test_a_panel_that_is_saved_without_being_closed_is_not_lost(
-    open_notebook: Callable[[Sequence[str]], Any],
-) -> None:
-    cells = [OPEN, "panel = lab.panel(algorithm=ppo); panel", "ppo.iterate(); ppo.iterate()", "os._exit(1)"]
-    notebook: Notebook = open_notebook(cells)
-    notebook.run(0)
-    page, cell = notebook.page, notebook.run(1)
-    panel = cell.locator(".wb-panel")
-    panel.get_by_role("button", name="Step: prompts").wait_for()
+def test_what_a_kernel_leaves_that_is_restarted_ends_or_dies(open_notebook: Callable[[Sequence[str]], Any]) -> None:
+    cells = [OPEN, "panel = lab.panel(algorithm=ppo); panel", "ppo.iterate(); ppo.iterate()", "lab.strip()"]
+    notebook: Notebook = open_notebook([*cells, "ppo.iterate(); exit()", "os._exit(1)"])
+    page, cell = notebook.page, notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(1)
+    panel, strip = cell.locator(".wb-panel"), page.locator(".wb-strip")
+    opens(notebook)
+    notebook.run(3)
     assert panel.locator(".wb-gone").is_hidden()
     picture = cell.locator("[class^=wb-saved-]")
     assert picture.count() == 1
@@ -76,18 +74,42 @@ def test_a_panel_that_is_saved_without_being_closed_is_not_lost(
     save_until(notebook, "saved, iteration 0, ")
     page.reload(wait_until="domcontentloaded")
     panel.get_by_role("button", name="Step: prompts").wait_for()
+    strip.get_by_text("connected", exact=True).wait_for()
     notebook.run(2)
     html = save_until(notebook, "saved, iteration 2, ")
     assert "update_actor" in html
     assert all(f"<summary>{title}</summary>" in html for title in ("Stepper", "Timeline", "Samples", "Metrics"))
     assert len(html.encode()) <= 200_000
 
-    # the kernel dies: the panel says so, and the line that goes on; not because it has heard nothing for 30 s
-    page.evaluate("() => { const now = Date.now(); Date.now = () => now; }")
-    notebook.start(3)
+    # the user restarts it: panel and strip are grey, and say how to go on
+    page.evaluate("() => { const now = Date.now(); Date.now = () => now; }")  # it is not silence that tells
+    page.locator(".jp-CodeCell").first.locator(".jp-InputPrompt").click()
+    page.keyboard.press("Escape")
+    page.keyboard.press("0")
+    page.keyboard.press("0")
+    page.get_by_role("button", name="Confirm Kernel Restart").click()
+    for one in (strip, panel):
+        one.get_by_text("Disconnected: no sign of the kernel").wait_for()
+        assert "run the notebook's cells again" in one.locator(".wb-gone").inner_text()
+        assert one.locator(":scope > .wb-status").evaluate("(one) => getComputedStyle(one).filter") == "grayscale(1)"
+    assert strip.get_by_text("connected", exact=True).is_hidden()
+    notebook.picture("panel_restarted")
+
+    # cells are run again, and the kernel ends by itself: its last state is kept
+    opens(notebook)
+    notebook.start(4)
+    html = save_until(notebook, "update_actor ✓ done", lambda html: "saved, iteration 1, " in html)
+    assert "iteration 1: " in html
+    page.get_by_role("button", name="Ok").click()  # JupyterLab's own word about it
+
+    # it dies: the panel says so, and the line that goes on; not because it has heard nothing for 30 s
+    opens(notebook)
+    notebook.run(2)
+    save_until(notebook, "saved, iteration 2, ")
+    notebook.start(5)
     panel.locator(".wb-gone").wait_for(state="visible")
     assert "no sign of the kernel" in panel.locator(".wb-gone").inner_text()
-    page.get_by_role("button", name="Ok").click()  # JupyterLab's own word about it
+    page.get_by_role("button", name="Ok").click()
     panel.scroll_into_view_if_needed()
     notebook.picture("panel_gone")
 
@@ -97,10 +119,17 @@ def test_a_panel_that_is_saved_without_being_closed_is_not_lost(
     assert page.locator("[class^=wb-saved-] details[open]").inner_text().startswith("Stepper")
     assert loaded(page) >= 4  # its drawings are images
     error = page.get_by_text("Error displaying widget")
-    error.wait_for(state="attached")
-    assert error.is_hidden()
+    error.first.wait_for(state="attached")
+    assert not any(one.is_visible() for one in error.all())
     notebook.picture("panel_reopened")
     # (the kernel that comes by itself has no such workbench)
+
+
+def opens(notebook: Notebook) -> None:
+    """The workbench, and its panel, in a kernel that has neither."""
+    notebook.wait_until_idle()
+    notebook.run(0)
+    notebook.run(1).get_by_role("button", name="Step: prompts").wait_for()
 
 
 def loaded(page: Any) -> int:
@@ -111,26 +140,27 @@ def loaded(page: Any) -> int:
     return count
 
 
-def test_it_is_read_where_scripts_svg_and_styles_are_dropped(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "lab.panel(algorithm=ppo)", "ppo.iterate(); ppo.iterate()"])
+def test_it_is_read_where_scripts_svg_and_styles_are_dropped(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "lab.panel(algorithm=ppo)", "ppo.iterate(); ppo.iterate()"])
+    notebook.save()
     notebook.run(0)
     notebook.run(1).locator(".wb-panel").wait_for()
     notebook.run(2)
     save_until(notebook, "saved, iteration 2, ")
     written = nbformat.read(notebook.path, 4)
-    page = notebook.page
+    page = notebook.page.context.new_page()
 
     # JupyterLab, of somebody else's notebook: what is not trusted is sanitized, and inline svg is dropped
     written.cells.append(nbformat.v4.new_markdown_cell("edited by somebody else"))
     copied = notebook.path.with_name(f"copy-{notebook.path.name}")
     nbformat.write(written, copied)
-    page.goto(page.url.replace(notebook.path.name, copied.name), wait_until="domcontentloaded")
+    page.goto(notebook.page.url.replace(notebook.path.name, copied.name), wait_until="domcontentloaded")
     assert loaded(page) >= 4
     assert page.locator("[class^=wb-saved-] svg").count() == 0
     folds = page.locator("[class^=wb-saved-] details", has_text="compute_reward/rewards/mean, reward")
     folds.evaluate_all("(all) => all.forEach((one) => { one.open = true; })")
     page.get_by_role("table", name="compute_reward/rewards/mean, reward").wait_for()
-    notebook.picture("saved_untrusted")
+    picture(page, "saved_untrusted")
 
     # a renderer that takes the first of these types (VS Code's order) and lets nothing in but data; nbconvert
     order = ("text/html", "image/svg+xml", "text/plain")
@@ -144,46 +174,8 @@ def test_it_is_read_where_scripts_svg_and_styles_are_dropped(open_notebook: Call
         page.set_content(f'<meta http-equiv="Content-Security-Policy" content="{policy}">{html}')
         assert loaded(page) >= 4
         assert page.locator("[class^=wb-saved-] details").first.get_attribute("open") is not None
-        notebook.picture(f"saved_{name}")
-
-
-def test_after_a_restart_panel_and_strip_are_grey_and_say_how_to_go_on(
-    open_notebook: Callable[[Sequence[str]], Any],
-) -> None:
-    notebook: Notebook = open_notebook([OPEN, "lab.panel(algorithm=ppo)", "lab.strip()"])
-    notebook.run(0)
-    notebook.run(1).locator(".wb-panel").wait_for()
-    notebook.run(2)
-    page = notebook.page
-    save_until(notebook, "saved, iteration 0, ")
-    page.reload(wait_until="domcontentloaded")
-    strip, panel = page.locator(".wb-strip"), page.locator(".wb-panel:not(.wb-strip)")
-    panel.get_by_role("button", name="Step: prompts").wait_for()
-    strip.get_by_text("connected", exact=True).wait_for()
-    page.evaluate("() => { const now = Date.now(); Date.now = () => now; }")  # it is not silence that tells
-    page.locator(".jp-CodeCell").first.locator(".jp-InputPrompt").click()
-    page.keyboard.press("Escape")
-    page.keyboard.press("0")
-    page.keyboard.press("0")
-    page.get_by_role("button", name="Confirm Kernel Restart").click()
-    for one in (strip, panel):
-        one.get_by_text("Disconnected: no sign of the kernel").wait_for()
-        assert "run the notebook's cells again" in one.locator(".wb-gone").inner_text()
-        assert one.locator(":scope > .wb-status").evaluate("(one) => getComputedStyle(one).filter") == "grayscale(1)"
-    assert strip.get_by_text("connected", exact=True).is_hidden()
-    notebook.picture("panel_restarted")
-    page.wait_for_selector(
-        '.jp-Notebook-ExecutionIndicator[data-status="idle"]'
-    )  # a kernel that starts cannot be ended
-
-
-def test_a_kernel_that_ends_by_itself_leaves_the_last_state(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "lab.panel(algorithm=ppo)", "ppo.iterate(); exit()"])
-    notebook.run(0)
-    notebook.run(1).locator(".wb-panel").wait_for()
-    notebook.start(2)
-    assert "iteration 1: " in save_until(notebook, "update_actor ✓ done")
-    notebook.page.get_by_role("button", name="Ok").click()  # JupyterLab's own word about it
+        picture(page, f"saved_{name}")
+    page.close()
 
 
 def rewards(html: str) -> list[str]:
@@ -192,26 +184,21 @@ def rewards(html: str) -> list[str]:
     return re.findall(r'<th scope="row">(\d+)</th>', table)
 
 
-def test_iterations_that_are_fast_leave_the_last_of_them(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "lab.panel(algorithm=ppo)", "history = ppo.run(5)"])
-    notebook.run(0)
-    notebook.run(1).locator(".wb-panel").wait_for()
-    notebook.run(2)
-    ended_s = time.monotonic()
-    # a picture of the fifth may have been taken before its rewards were there; the last one has them
-    save_until(notebook, "saved, iteration 5, ", lambda html: rewards(html) == ["1", "2", "3", "4", "5"])
-    print(f"the fifth was in the file {time.monotonic() - ended_s:.1f} s after its cell had ended")  # shown with -s
-    assert notebook.ask("lab.iteration") == 5
-
-
-def test_when_the_workbench_closes_one_picture_is_left(open_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = open_notebook([OPEN, "lab.panel(algorithm=ppo)", "ppo.iterate(); lab.close()"])
+def test_iterations_that_are_fast_leave_the_last_and_the_end_leaves_one_picture(
+    shared_notebook: Callable[[Sequence[str]], Any],
+) -> None:
+    notebook: Notebook = shared_notebook([OPEN, "lab.panel(algorithm=ppo)", "history = ppo.run(5)", "lab.close()"])
+    notebook.save()
     notebook.run(0)
     cell = notebook.run(1)
     cell.locator(".wb-panel").wait_for()
     notebook.run(2)
+    # a picture of the fifth may have been taken before its rewards were there; the last one has them
+    save_until(notebook, "saved, iteration 5, ", lambda html: rewards(html) == ["1", "2", "3", "4", "5"])
+    assert notebook.ask("lab.iteration") == 5
+    notebook.run(3)
     cell.locator("details summary", has_text="Checks").wait_for()
     assert cell.locator("[class^=wb-saved-]").count() == 0
     assert cell.locator(".wb-panel").count() == 0
-    html = save_until(notebook, "update_actor")
+    html = save_until(notebook, "<summary>Checks</summary>", lambda html: "wb-saved-" not in html)
     assert html.count("<summary>Checks</summary>") == 1
