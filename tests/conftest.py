@@ -22,6 +22,9 @@ GROUPS = {
     "tests/integration/": "ray",
     "tests/browser/": "browser",
     "tests/kernel/": "kernels",
+    "tests/engines/test_generation_vllm.py": "vllm",
+    "tests/engines/test_weight_copies.py": "vllm",
+    "tests/workers/test_sync_sabotage.py": "vllm",
 }
 
 
