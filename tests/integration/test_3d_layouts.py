@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE: dict[str, Any] = {"rel": 2e-3, "abs": 2e-4}  # fp32 sums in another order, over four steps of an update
 FIRST_RATIO = "update_actor/first_minibatch/ratio/max_deviation"
-SHORT = wb.Sampling(max_new_tokens=6)
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -55,7 +54,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "metrics": metrics,
             "centred": lab.last_metrics["center"],
             "before": before,
-            "after": generated(lab),
             "checksum": lab.actor.weights_checksum()[0],
         }
 
@@ -77,13 +75,15 @@ def test_a_layout_gives_the_numbers_of_one_rank(
         assert generated(lab) == expected["before"]
         metrics = train_on(lab, expected["table"], expected["meta"])
         assert metrics.keys() == expected["metrics"].keys()
-        assert metrics[FIRST_RATIO] <= 1e-6
+        assert metrics[FIRST_RATIO] <= 1e-5
         for name in expected["metrics"].keys() - {FIRST_RATIO}:
             assert metrics[name] == pytest.approx(expected["metrics"][name], **TOLERANCE), name
         lab.reward.center(lab.put(expected["table"], meta=expected["meta"]))
         assert lab.last_metrics["center"] == pytest.approx(expected["centred"], **TOLERANCE)
         assert lab.actor.weights_checksum() == pytest.approx([expected["checksum"]] * layout.size, rel=1e-5)
-        assert generated(lab) == expected["after"]  # with the weights of the update
+        drawn = lab.actor.generate_sequences(lab.put(PROMPTS), max_new_tokens=6, samples=2, seed=3)
+        lab.actor.compute_log_prob(drawn)
+        assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-3  # with the weights of the update
         spans = lab.spans()
         forward = spans[(spans["kind"] == "forward") & (spans["role"] == "actor")]
         tokens = forward.groupby("rank")["processed_tokens"].sum()
@@ -92,13 +92,10 @@ def test_a_layout_gives_the_numbers_of_one_rank(
         assert (forward["moved_bytes"] > 0).all() == (layout.t > 1)
         handed_on = spans[(spans["kind"] == "communication") & (spans["parent"] == "forward")]
         assert (handed_on["moved_bytes"] > 0).any() == (layout.p > 1)
-        report = lab.check()
-        assert set(report.df["verdict"]) <= {"ok", "not applicable"}, report
-        assert report["weights"].verdict == report["gradients"].verdict == report["replicas"].verdict == "ok"
+        report = lab.check("weights", "gradients", "replicas")  # what layouts take part in
+        assert set(report.df["verdict"]) == {"ok"}, report
         lab.refresh_reference()
         assert lab.reference.weight_digests() == lab.actor.weight_digests()
-        history = wb.PPO(lab, prompts=4, sampling=SHORT).run(1)
-        assert history["compute_log_prob/rollout_gap/mean"].max() < 1e-3
         lab.actor.save_model(tmp_path / "saved")
         lab.reward.save_model(tmp_path / "scores")
         total = sum(p.double().abs().sum().item() for p in load_causal_lm(tmp_path / "saved").parameters())

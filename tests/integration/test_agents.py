@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, Table
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("openai")
@@ -30,9 +30,9 @@ async def asks_on(row: dict[str, Any], client: Any) -> float:
     return float(len(messages))
 
 
-def drawn(lab: wb.Workbench) -> list[Any]:
+def drawn(lab: wb.Workbench, prompts: Table) -> list[Any]:
     batch = lab.actor.generate_sequences(
-        lab.prompts.next(3), samples=3, seed=5, agent=asks_on, max_new_tokens=64, most_failed=1.0
+        lab.put(prompts), samples=3, seed=5, agent=asks_on, max_new_tokens=64, most_failed=1.0
     )
     table = batch.fetch(["prompt_ids", "response_ids", "response_mask", "environment_rewards", "turns", "valid"])
     lab.actor.compute_log_prob(batch)
@@ -43,10 +43,9 @@ def drawn(lab: wb.Workbench) -> list[Any]:
     ]
 
 
-def test_two_ranks_serve_agents_as_one_does(tmp_path: Path) -> None:
-    models: dict[str, Any] = {"actor": TINY}
-    with tiny_lab("inline", tmp_path, backend="inline", models=models) as lab:
-        expected = drawn(lab)
+def test_two_ranks_serve_agents_as_one_does(two: wb.Workbench, tmp_path: Path) -> None:
+    with tiny_lab("inline", tmp_path, backend="inline", models={"actor": TINY}) as lab:
+        prompts = lab.prompts.next(3).fetch()
+        expected = drawn(lab, prompts)
     assert len(set(map(int, expected[4]))) > 1
-    with tiny_lab("two", tmp_path, placement=wb.Placement.colocate(2), devices=2, models=models) as lab:
-        assert drawn(lab) == expected
+    assert drawn(two, prompts) == expected

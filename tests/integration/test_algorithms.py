@@ -87,7 +87,9 @@ def open_lab(name: str, runs: Path) -> wb.Workbench:
     models = {
         "actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels, "cost": length, "cost_critic": TINY
     }  # fmt: skip
-    return tiny_lab(name, runs, models=models, placement=PLACEMENTS[name], devices=2)
+    backend: Any = "inline" if name == "one" else "ray"
+    devices = PLACEMENTS[name].devices
+    return tiny_lab(name, runs, models=models, placement=PLACEMENTS[name], devices=devices, backend=backend)
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +130,8 @@ def test_the_lines_differ_from_ppo_as_the_paper_lists(one: Any) -> None:
     assert len(called["SafeRLHF"]) == len(ppo) + len(costs)
 
 
-@pytest.mark.parametrize(
-    "name", ["split", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("one", "two"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_an_iteration_under_each_placement(one: Any, runs: Path, name: str) -> None:
     """Two ranks and two pools give the metrics of one rank on the same rollouts; then each draws its own and learns."""
     stored, expected, _, checksum = one
@@ -140,7 +141,7 @@ def test_an_iteration_under_each_placement(one: Any, runs: Path, name: str) -> N
                 metrics, _, made = replay(lab, algorithm, stored)
                 assert metrics.keys() == expected[algorithm].keys()
                 first = "update_actor/first_minibatch/ratio/max_deviation"
-                assert metrics[first] <= 1e-6
+                assert metrics[first] <= 1e-5
                 for metric in metrics.keys() - {first}:
                     assert metrics[metric] == pytest.approx(expected[algorithm][metric], **TOLERANCE), metric
             assert isinstance(made, wb.SafeRLHF)
@@ -156,4 +157,4 @@ def test_an_iteration_under_each_placement(one: Any, runs: Path, name: str) -> N
             metrics = make(lab).iterate()
             assert metrics["update_actor/optimizer_steps"] == steps + 2, algorithm
             assert metrics["update_actor/grad_norm"] > 0
-            assert metrics["update_actor/first_minibatch/ratio/max_deviation"] <= 1e-6
+            assert metrics["update_actor/first_minibatch/ratio/max_deviation"] <= 1e-5

@@ -44,7 +44,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [name if not n else pytest.param(name, marks=pytest.mark.thorough) for n, name in enumerate(CASES)]
 )
-def test_another_process_goes_on(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["other", pytest.param("same", marks=pytest.mark.thorough)])
+def test_another_process_goes_on(case: str, where: str, tmp_path: Path) -> None:
     models, placement, other = CASES[case]
     table, all_models = stored(), {**models, "reference": TINY, "reward": vowels}
     with tiny_lab("saved", tmp_path, models=all_models, placement=placement, devices=placement.devices) as lab:
@@ -62,14 +63,11 @@ def test_another_process_goes_on(case: str, tmp_path: Path) -> None:
         for role, nbytes in roles.items():
             assert 12 * weights[role] <= nbytes < 12 * weights[role] + 6 * 8192
         expected = update_on(lab, table)
-    with wb.restore(tmp_path / "one", name="same", runs=tmp_path) as lab:
-        assert lab.reference.weight_digests()[0] == reference
-        assert update_on(lab, table) == expected
-        assert in_sync(lab)
-    with wb.restore(tmp_path / "one", name="other", runs=tmp_path, placement=other) as lab:
+    # the same ranks to the last bit, replicas: tests/integration/test_recover.py
+    with wb.restore(tmp_path / "one", name=where, runs=tmp_path, placement=other if where == "other" else None) as lab:
         assert lab.reference.weight_digests()[0] == reference
         found = update_on(lab, table)
-        assert found == pytest.approx(expected, rel=2e-3, abs=1e-5)
+        assert found == (expected if where == "same" else pytest.approx(expected, rel=2e-3, abs=2e-4))
         assert in_sync(lab)
 
 

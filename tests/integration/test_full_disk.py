@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.backends.test_cluster import processes_of
 
 MOUNTING = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
 
@@ -44,6 +47,10 @@ def test_stages_go_on_and_calls_that_write_say_why_they_cannot(tmp_path: Path) -
 @pytest.mark.thorough
 def test_an_opening_or_a_move_that_cannot_be_recorded_leaves_no_process(tmp_path: Path) -> None:
     on_small_disk("opening", tmp_path, 64)
+    deadline = time.monotonic() + 300
+    while (left := processes_of(tmp_path / "disk" / "home")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
 
 
 @pytest.mark.slow

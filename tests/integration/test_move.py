@@ -173,7 +173,7 @@ def test_a_destination_that_dies_leaves_everything_as_it_was(
             assert not pending.done()
             killed = psutil.Process(process.pid)
             killed.kill()
-            killed.wait(10)
+            killed.wait(300)
         return pending
 
     monkeypatch.setattr(backend, "work", killing)

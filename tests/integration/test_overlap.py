@@ -30,7 +30,7 @@ def slow_until(gate: Path) -> Callable[..., float]:
     """A reward function that takes until this file is there, for each row."""
 
     def slow(prompt: str, response: str, **row: Any) -> float:
-        last = time.monotonic() + 120
+        last = time.monotonic() + 240
         while not gate.exists() and time.monotonic() < last:
             time.sleep(0.02)
         return vowels(prompt, response)
@@ -50,7 +50,7 @@ def test_a_submitted_run_is_passed_on_at_once(lab: wb.Workbench, tmp_path: Path)
     prompts = lab.prompts.next(4)
     gate = tmp_path / "gate"
     generated = lab.actor.generate_sequences.submit(prompts, max_new_tokens=8, seed=1)
-    scored = lab.reward.compute_reward.submit(generated, function=slow_until(gate), concurrency=1)
+    scored = lab.reward.compute_reward.submit(generated, function=slow_until(gate), concurrency=1, call_timeout_s=300)
     logged = lab.actor.compute_log_prob.submit(generated.batch)
     valued = lab.critic.compute_values.submit(generated)
     assert scored.state in ("waiting", "running")
@@ -95,7 +95,7 @@ def test_the_same_lines_overlap_and_agree(lab: wb.Workbench) -> None:
         assert "update_actor" not in stage_spans(lab, before)
     sent = lab.runs().set_index("stage").loc[["update_critic", "update_actor"]].groupby("stage").last()
     assert sent["started_s"].max() < sent["ended_s"].min()
-    assert lab.last_metrics["update_actor"]["first_minibatch/ratio/max_deviation"] <= 1e-6
+    assert lab.last_metrics["update_actor"]["first_minibatch/ratio/max_deviation"] <= 1e-5
 
 
 def test_await(lab: wb.Workbench) -> None:
@@ -136,7 +136,9 @@ def test_what_needs_a_failed_stage_names_the_first_cause(lab: wb.Workbench) -> N
 def test_what_was_cancelled_is_not_begun(lab: wb.Workbench, tmp_path: Path) -> None:
     generated = lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4))
     gate = tmp_path / "gate"
-    under_way = lab.reward.compute_reward.submit(generated, function=slow_until(gate), concurrency=1)
+    under_way = lab.reward.compute_reward.submit(
+        generated, function=slow_until(gate), concurrency=1, call_timeout_s=300
+    )
     waiting = lab.critic.compute_values.submit(generated)
     consumer = lab.compute_advantages.submit(waiting)
     bystander = lab.actor.compute_log_prob.submit(waiting)  # does not read what is being made
@@ -169,7 +171,7 @@ def test_shards_are_dropped_with_their_batches(lab: wb.Workbench) -> None:
     lab.release(batch.name)
     assert held() == before + 4  # the notebook has it
     del batch
-    deadline = time.monotonic() + 60  # hosts are told, and not waited for
+    deadline = time.monotonic() + 300  # hosts are told, and not waited for
     while held() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert held() == before

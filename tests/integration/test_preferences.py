@@ -81,16 +81,13 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "placement", "training"),
     [
-        pytest.param("two", wb.Placement.colocate(2), {}, marks=pytest.mark.thorough),
-        pytest.param(
-            "zero1", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 1}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            "zero3", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 3}, marks=pytest.mark.thorough
-        ),
+        ("two", wb.Placement.colocate(2), {}),
+        ("zero1", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 1}),
+        ("zero3", wb.Placement.colocate(2), {"engine": "deepspeed", "zero_stage": 3}),
         ("apart", wb.Placement.of({"a": (1, ["actor", "reference"]), "b": (1, ["reward"])}), {}),
     ],
 )

@@ -127,6 +127,7 @@ def test_slices_of_a_cut_actor_arrive(cut: wb.Workbench) -> None:
     assert max(cut.actor.check_sync()) < 1e-4
 
 
+@pytest.mark.thorough
 def test_one_pool_trains_while_the_other_generates(cut: wb.Workbench) -> None:
     batch = cut.actor.generate_sequences(cut.prompts.next(8), samples=2, max_new_tokens=16)
     batch = cut.reward.compute_reward(cut.actor.compute_log_prob(batch))
@@ -162,11 +163,10 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
     train(cut, batch)
     cut.actor.slow_down(1.0)
     syncing = cut.actor.sync_weights.submit()
-    deadline = time.monotonic() + 60
-    while not any(r.stage == "receive_weights" and r.state == "running" for r in cut.scheduler.open_runs()):
+    deadline = time.monotonic() + 300
+    while not cut.hosts.backend.ask("train-0", "describe").result()["published_bytes"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(1.0)
     os.kill(cut.hosts.backend.processes["rollout-1"].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(WorkbenchError, match="host rollout-1 is gone"):
         syncing.result()

