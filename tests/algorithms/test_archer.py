@@ -85,6 +85,7 @@ def test_the_critic_comes_to_the_values_of_the_two_turns(lab: wb.Workbench) -> N
     assert lab.last_metrics["compute_advantages"]["advantages/mean"] == pytest.approx(0, abs=0.1)
 
 
+@pytest.mark.thorough
 def test_it_learns_which_first_turn_makes_the_second_pay(lab: wb.Workbench) -> None:
     """The reward comes a turn later than the choice that earns it."""
 

@@ -171,6 +171,7 @@ def test_with_certificates_ray_speaks_tls_alone(tmp_path: Path) -> None:
         process.communicate("\n", timeout=60)
 
 
+@pytest.mark.thorough
 def test_a_certificate_that_is_not_there_is_refused_before_ray_starts(tmp_path: Path) -> None:
     script = """
 import json

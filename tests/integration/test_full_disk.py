@@ -54,5 +54,6 @@ def test_an_opening_or_a_move_that_cannot_be_recorded_leaves_no_process(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_export_leaves_the_script_that_was_there(tmp_path: Path) -> None:
     on_small_disk("exporting", tmp_path, 1)
