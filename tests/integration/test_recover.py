@@ -69,7 +69,7 @@ def test_the_next_iterations_are_those_of_a_run_without_it(tmp_path: Path, capsy
         algorithm.iterate()
         lab.critic.training.learning_rate = 5e-4  # which the process that is started below has too
         lab.save(tmp_path / "first")
-        expected = [algorithm.iterate() for _ in range(2)]
+        expected = algorithm.iterate()
         scorer = lab.critic.hosts[0]
         while algorithm.next_stage != "update_critic":
             algorithm.step()
@@ -82,9 +82,9 @@ def test_the_next_iterations_are_those_of_a_run_without_it(tmp_path: Path, capsy
         said = capsys.readouterr().out
         assert "pool scorers started again; everything is as after iteration 1" in said
         assert lab.actor is actor
-        assert [algorithm.iterate() for _ in range(2)] == expected
+        assert algorithm.iterate() == expected
+        assert algorithm.iteration == 2
         assert (lab.telemetry.events()["event"] == "recovered").sum() == 1
-        assert lab.metrics()["iteration"].max() == 3
         assert lab.telemetry.lives()["because"].tolist() == ["opened", "recovered"]
         with pytest.raises(BadInput, match=r"inside lab\.kept"), lab.kept("critic"):
             lab.recover()
