@@ -68,6 +68,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_a_layout_gives_the_numbers_of_one_rank(
     expected: dict[str, Any], tmp_path: Path, layout: wb.Layout, engine: str
 ) -> None:

@@ -98,8 +98,8 @@ def test_placements_agree(
         transfers = lab.transfers()
         lab.refresh_reference()
         assert lab.reference.weight_digests()[0] == lab.actor.weight_digests()[0]
-        moved = lab.transfers()
-        assert moved["columns"].str.contains("weights").any() == (name == "split")  # from host to host
+        # from host to host
+        assert name != "split" or set(lab.transfers("weights")["destination"]) == set(lab.reference.hosts)
     assert metrics.keys() == expected.keys()
     first = "update_actor/first_minibatch/ratio/max_deviation"
     assert metrics[first] <= 1e-5
@@ -379,6 +379,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_name_is_taken_over_without_the_old_kernels_code_and_the_old_kernel_leaves_the_new_one_alone(
     full: wb.Workbench, runs: Path, tmp_path: Path
 ) -> None:

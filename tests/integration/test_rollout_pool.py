@@ -121,6 +121,7 @@ def three_updates(lab: wb.Workbench) -> None:
     assert lab.topology()["host_published_bytes"].max() == 0
 
 
+@pytest.mark.thorough
 def test_slices_of_a_cut_actor_arrive(cut: wb.Workbench) -> None:
     three_updates(cut)
     assert {finding.verdict for finding in cut.check("weights", "rollout")} == {"ok"}
