@@ -75,6 +75,7 @@ def faults(notebook: Notebook, view: str, panel: Any, start: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 def test_every_control_has_a_name_and_every_picture_a_table(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = shared_notebook([OPEN, "panel = lab.panel(algorithm=ppo); panel", "lab.strip()"])
     page = notebook.page

@@ -150,6 +150,7 @@ SHOWN = """() => ['.wb-strip', '.wb-panel:not(.wb-strip) [data-view=stepper] .wb
   .map((one) => document.querySelector(one).innerText.match(/iteration (\\d+)/)?.[1])"""
 
 
+@pytest.mark.thorough
 def test_every_button_of_the_stepper(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = shared_notebook(
         [OPEN, SHOW, "lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)", "lab.strip()"]

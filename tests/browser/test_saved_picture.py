@@ -58,6 +58,7 @@ def save_until(notebook: Notebook, text: str, also: Callable[[str], bool] = bool
     return html
 
 
+@pytest.mark.thorough
 def test_what_a_kernel_leaves_that_is_restarted_ends_or_dies(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     cells = [OPEN, "panel = lab.panel(algorithm=ppo); panel", "ppo.iterate(); ppo.iterate()", "lab.strip()"]
     notebook: Notebook = open_notebook([*cells, "ppo.iterate(); exit()", "os._exit(1)"])

@@ -47,6 +47,7 @@ lab.panel()
 CELLS = [IMPORTS, WRONG, OPEN, RUN, "lab.check()", RUN, "lab.panel(algorithm=ppo)", FRAME, PLOT, EXPORT, RESTORE]
 
 
+@pytest.mark.thorough
 def test_what_a_user_sees(open_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = open_notebook(CELLS)
     notebook.run(0)
