@@ -215,6 +215,7 @@ def test_a_head_that_nobody_joined_is_ended_at_any_time_of_its_start(tmp_path: P
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_a_head_that_was_started_ahead_is_the_one_that_is_joined(tmp_path: Path) -> None:
     ahead = "from workbench.backends.cluster import start_ahead; start_ahead(); start_ahead()\n"
     with run(ahead + JOIN, tmp_path) as one, run(JOIN, tmp_path) as two:

@@ -99,6 +99,7 @@ def test_waiting_for_memory_ends_when_it_is_free_or_the_time_is_over() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_slots_that_another_workbench_holds_are_told_of_at_once_and_waited_for_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
