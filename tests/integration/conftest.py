@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.name == LAST)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     """Nobody trains its actor, and its critic is for `test_errors`."""
     from tests.integration.test_errors import Fragile

@@ -77,9 +77,9 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
         assert syncs[syncs["event"] == "generation"]["version"].tolist() == [0, 0, 4]
         assert (syncs["verdict"] == "ok").all()
         del registry.opened["stale-pools"]  # as in another kernel, which has what waits
-        again = wb.attach("stale-pools")
-        assert again is not lab and len(again.buffer) == 4
-        assert differing(grpo(again).run(1), expected[2]) == []
+        with wb.attach("stale-pools") as again:
+            assert again is not lab and len(again.buffer) == 4
+            assert differing(grpo(again).run(1), expected[2]) == []
 
 
 def differing(found: Any, expected: Any) -> list[tuple[int, str]]:
