@@ -34,6 +34,8 @@ def _note(differences: torch.Tensor, tolerances: torch.Tensor) -> None:
         frame = frame.f_back
     shares = torch.where(differences > 0, differences / tolerances, 0.0)
     share = float(shares[~shares.isnan()].max()) if bool((~shares.isnan()).any()) else 0.0
+    if share > 1:  # meant to differ, or not yet there, or a failure that pytest reports
+        return
     place = f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno}"
     _used[place] = max(share, _used.get(place, 0.0))
 

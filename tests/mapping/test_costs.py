@@ -112,7 +112,7 @@ def test_terms_of_generation(actor: Shape) -> None:
 def test_decoding_is_bound_by_memory_or_by_products_not_by_their_sum(actor: Shape) -> None:
     model = CostModel(even(), replace(WORK, prompt_tokens=1, response_tokens=1))
     seconds = {rows: model._decode(actor, 1, rows) for rows in (1, 8, 4096, 8192)}
-    assert seconds[8] == pytest.approx(seconds[1], rel=0.01)  # weights are read once, whatever the rows
+    assert seconds[8] == pytest.approx(seconds[1], rel=0.02)  # weights are read once, whatever the rows
     assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.01)
 
 
@@ -177,7 +177,7 @@ def test_links_inside_and_between_machines() -> None:
 def test_presets_have_the_sizes_of_their_names() -> None:
     for name, billions in (("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-70b", 68.98)):
         models = role_models(dict.fromkeys(WORK.roles, config_of(name)), WORK)
-        assert Shape(models["reference"]).elements / 1e9 == pytest.approx(billions, abs=0.01)
+        assert Shape(models["reference"]).elements / 1e9 == pytest.approx(billions, abs=0.02)
 
 
 def test_this_machine_is_measured() -> None:
