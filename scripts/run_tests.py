@@ -30,8 +30,9 @@ PREFIX = "wbt-"  # of the folder of a run; short, as sockets lie in it
 MOST_FLAKY = 3
 LEAVING_S = 60.0  # how long what is ending at the end of a run may take
 APPEARED = "appeared"  # tests/conftest.py writes here which test an entry of the folder came from
-# pytest's folders, and what every later process of this user is to find again: of torch's compiler, and for sockets
-EXPECTED = (APPEARED, "cache", "lock", "pytest-of-", "torchinductor_", "wb-")
+# pytest's folders; what every later process of this user is to find again, of torch's compiler and for sockets; and
+# multiprocessing's, which Python removes at the exit of a process, but not where a worker of pytest-xdist is ended
+EXPECTED = (APPEARED, "cache", "lock", "pytest-of-", "torchinductor_", "wb-", "pymp-")
 
 
 def pytest_exit(folder: Path, *arguments: str) -> int:

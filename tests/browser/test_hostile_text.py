@@ -71,6 +71,7 @@ raise failed[0]
 """
 
 
+@pytest.mark.thorough
 def test_no_text_becomes_a_program_or_a_request(
     open_notebook: Callable[..., Any], lab_address: tuple[str, Path]
 ) -> None:

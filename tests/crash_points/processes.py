@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import _forkserver, ensure_running
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from workbench.support.home import home
 
 SOURCE = Path(__file__).with_name("crash_points.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -30,14 +31,12 @@ PRELOADED = [
     "tests.cases",
 ]  # fmt: skip
 LOST = "the process ended"
-_kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
 def started() -> str:
     """Compile the library, and start the fork server with it; the library's path. There is one of each a process."""
-    _kept.append(tempfile.TemporaryDirectory(prefix="crash-points-"))  # until this process ends
-    library = Path(_kept[0].name) / "crash_points.so"
+    library = home() / "crash_points.so"  # the home of these tests, which goes with them
     assert COMPILER is not None
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -97,6 +97,7 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_stop_button(inline: Ahead) -> None:
     assert not failures(inline.pressed, spread(inline.points, 5))
 

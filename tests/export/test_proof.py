@@ -108,6 +108,7 @@ def test_values_of_parameters() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_notebook_that_fails_is_named(tmp_path: Path) -> None:
     cell: dict[str, Any] = {
         "cell_type": "code",

@@ -80,6 +80,7 @@ def test_settings(subtests: pytest.Subtests) -> None:
             make()
 
 
+@pytest.mark.thorough
 def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

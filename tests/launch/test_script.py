@@ -411,6 +411,9 @@ def test_a_script_on_ray_that_is_terminated_closes_what_it_has_opened(tmp_path: 
 
 
 def test_an_address_where_nothing_listens_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()  # a process that tests of Ray ran in is joined to their head
+
     def main() -> None:
         tiny_lab("nowhere", tmp_path / "runs", models={"actor": TINY}, backend="ray")
 

@@ -272,6 +272,7 @@ def test_an_answer() -> None:
     assert {"sets", "iteration_s", "throughput_tokens_per_s", "stage_s", "memory_bytes"} <= set(plans.to_dict()["best"])
 
 
+@pytest.mark.thorough
 def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
     whole = search(four("llama-7b"), devices=16)
     named = {name: search(four("llama-7b"), devices=16, placement=name) for name in ("colocate", "split", "standalone")}

@@ -130,6 +130,7 @@ MORE_PASSES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [PASSES, pytest.param(MORE_PASSES, marks=pytest.mark.thorough)], ids=["two", "more"])
+@pytest.mark.thorough
 def test_the_peak_of_a_pass_is_what_the_allocator_says(cases: list[Case]) -> None:
     """Two micro-batches of a step, so that the gradients of one are there while the other runs."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # engines and the profiler change their process

@@ -415,6 +415,7 @@ def total_of_components(lab: wb.Workbench, ppo: wb.PPO) -> tuple[torch.Tensor, d
     return found["rewards"], {name: found[f"rewards/{name}"] for name in ("answers", "letters")}
 
 
+@pytest.mark.thorough
 def test_weights_of_reward_components(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reward: dict[str, Any] = {"answers": answers, "letters": (letters, 0.25)}
     with tiny_lab("weights", tmp_path, backend="inline") as lab:
