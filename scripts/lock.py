@@ -82,14 +82,14 @@ def say_changes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the exact versions anew, or compare an environment with them.")
-    parser.add_argument("builds", nargs="*", choices=("cpu", "cuda", []), help="which files; without one, both")
+    parser.add_argument("--only", choices=("cpu", "cuda"), help="which file; otherwise both")
     parser.add_argument("--compare", metavar="FOLDER", type=Path, help="say what this environment has in their place")
     chosen = parser.parse_args()
     if chosen.compare:
         say_changes(pins_of("cpu"), {k: v for k, v in installed(chosen.compare).items() if k not in ("pip", OWN)})
         return
     CONSTRAINTS.mkdir(exist_ok=True)
-    for build in chosen.builds or ("cpu", "cuda"):
+    for build in [chosen.only] if chosen.only else ("cpu", "cuda"):
         print(f"{build}:", flush=True)
         write(build)
 

@@ -18,13 +18,13 @@ from tests.cases import tiny_lab, vowels
 def opened(name, devices=1):
     return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
 def algorithm(lab):
-    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=10)
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=25)
 def watched(lab, stage):
-    "Write a file of that name when the stage has done three of its steps."
+    "Write a file of that name when the stage has done one of its steps."
     def watch():
         while True:
             busy, done, *_ = lab.hosts.backend.ask("shared-0", "status").result()
-            if busy.endswith(stage) and done >= 3:
+            if busy.endswith(stage) and done >= 1:
                 return Path(stage).touch()
             time.sleep(0.02)
     threading.Thread(target=watch, daemon=True).start()
@@ -59,7 +59,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
     first.run("watched(lab, 'update_critic')")
-    request = first.start("ppo.step()")  # an update of both minibatches, 10 times
+    request = first.start("ppo.step()")  # an update of both minibatches, 25 times
     wait_for(tmp_path / "update_critic")
     first.interrupt()
     error, _ = first.answer(request)
