@@ -86,7 +86,7 @@ def test_engine_equals_plain_training(trained: Any, world: int, tied: bool, kind
         assert rank["weights"].keys() == expected.keys()
         for name, weight in expected.items():
             assert rank["weights"][name].shape == weight.shape
-            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5)
+            torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=3e-5)
 
 
 def test_stages_shard_what_they_promise(trained: Any) -> None:

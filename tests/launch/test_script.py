@@ -410,7 +410,10 @@ def test_a_script_on_ray_that_is_terminated_closes_what_it_has_opened(tmp_path: 
     assert "SIGTERM received" not in done.stderr
 
 
-def test_an_address_where_nothing_listens_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_where_nothing_listens_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.backends.ray_access.RAYS_TOKEN", tmp_path / "none")  # nor one of the user's clusters
     if (ray := sys.modules.get("ray")) is not None:
         ray.shutdown()  # a process that tests of Ray ran in is joined to their head
 

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from workbench.backends import registry
+from workbench.backends.host_server import HOST_SERVER
 from workbench.backends.ray_access import (
     LOOPBACK_ALONE,
     environment,
@@ -82,6 +83,11 @@ def running_head() -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, psutil.Error):
         return None
     return head if alive else None
+
+
+def host_socket(head: str) -> str:
+    """Where a head's server of hosts listens, see `host_server`. head: its address."""
+    return str(session_folder() / f"hosts-{head.rpartition(':')[2]}")
 
 
 def _free_port() -> int:
@@ -143,12 +149,13 @@ def start_ahead() -> None:
 
 
 def _remove_old_sessions() -> None:
-    """Ray leaves a folder of some 20 MB for each head. It goes an hour after its head began, where no process names it:
-    until then a head that another process starts may not have started its own."""
+    """Ray leaves a folder of some 20 MB for each head, and a head that is killed its socket of hosts. They go an hour
+    after their head began, where no process names them: until then a head that another process starts may not have
+    started its own."""
     named = "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
-    for session in session_folder().glob("session_2*"):
-        if session.name not in named and time.time() - session.stat().st_mtime > 3600:
-            shutil.rmtree(session, ignore_errors=True)
+    for left in (*session_folder().glob("session_2*"), *session_folder().glob("hosts-*")):
+        if left.name not in named and time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _try_start_head(note: Note) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def _try_start_head(note: Note) -> dict[str, Any]:
         *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
-    with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE}
+    with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE, HOST_SERVER: host_socket(f":{port}")}
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
     log.unlink(missing_ok=True)
     with open(files.open_to_append(log), "w") as out:
@@ -359,6 +366,7 @@ def _end_head() -> None:
         _joined = None
     if head is not None:
         _end_family(head["pid"])
+        Path(host_socket(head["address"])).unlink(missing_ok=True)
     for process in [p for p in _started if p.poll() is not None]:
         _started.remove(process)
     _head_file().unlink(missing_ok=True)

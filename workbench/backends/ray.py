@@ -13,7 +13,8 @@ from textwrap import shorten
 from typing import Any
 
 from workbench.backends.base import Backend, Pending
-from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head
+from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, host_socket, joined_address, joined_head
+from workbench.backends.host_server import python_for_hosts
 from workbench.backends.idle import Idle
 from workbench.backends.nodes import nodes_of_pools
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
@@ -294,12 +295,18 @@ class RayBackend(Backend):
                         "OMP_WAIT_POLICY": "passive",
                         "TOKENIZERS_PARALLELISM": "false",
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                    }
+                    },
+                    **self._python(info),
                 },
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
                 ),
             ).remote(info, asked_s)
+
+    def _python(self, info: HostInfo) -> dict[str, str]:
+        """What a host begins with in place of a new Python."""
+        forks = self._head is not None and not _gpus(info) and sys.platform == "linux"
+        return {"py_executable": python_for_hosts(host_socket(self._head))} if forks else {}
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
