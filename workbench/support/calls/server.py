@@ -279,7 +279,8 @@ class Server:
 
     def _leave(self) -> None:
         """In a child that the function has forked: what it prints goes where this process's output goes."""
-        os.close(self._connection.detach())
+        if self._connection.fileno() >= 0:
+            os.close(self._connection.detach())
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
