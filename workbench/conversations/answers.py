@@ -15,7 +15,6 @@ from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
 from workbench.support.calls.sessions import UserCalls
-from workbench.workers.reload.sources import loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +113,7 @@ class Answers:
     def _begin(self) -> tuple[int, Reply]:
         if self._environments is None:
             self._open.close()  # of a process that was given up
-            calls = UserCalls(loaded.replaced_texts)
+            calls = UserCalls()
             self._open.callback(calls.close)
             self._environments = Environments(
                 self._sampling, self._rows, self._tokenizer, max_model_tokens=self._most, calls=calls,

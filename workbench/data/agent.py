@@ -103,8 +103,7 @@ class Agents:
 
     def fail(self, call: int, what: str, rule: str, remedy: str) -> None:
         """Give a call up, whatever it returns."""
-        if call in self._open:
-            self._call_failed(call, what, rule, remedy)
+        self._call_failed(call, what, rule, remedy)
 
     def ended(self, wait_s: float) -> list[tuple[int, Outcome]]:
         """The calls that have ended, by their numbers; waits until one has, or the time is over."""
@@ -115,37 +114,28 @@ class Agents:
 
     def _poll(self, wait_s: float) -> None:
         def done(call: int, value: Any) -> None:
-            if call in self._open:  # else it was given up
+            if call in self._open:
                 del self._open[call]
                 reward, components = value
                 self._ready.append((call, Outcome(reward=reward, components=components)))
 
-        def failed(i: int, what: str, rule: str = "", remedy: str = "", **more: Any) -> None:
-            if i in self._open:
-                self._call_failed(i, what, rule, remedy, **more)
-
-        self._session.poll(wait_s, self._sampling.call_timeout_s, done, failed)
+        self._session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
         if self._session.alive:
             return
-        left = self._session.left
-        if self._concurrency == 1:
-            for call in left.suspects:
-                failed(call, *left.why)
-        elif left.suspects:
-            self._concurrency = 1  # from here on it is known which one ends the process
+        # where it is not known which call ended the process, the next time it is
+        self._concurrency = 1 if self._session.begun else self._sampling.concurrency
         self._ready += [(call, Outcome(again=True)) for call in sorted(self._open)]
         self._open.clear()
         self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
 
     def _call_failed(
-        self, call: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None,
-        note: str = "",
-    ) -> None:  # fmt: skip
+        self, call: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
+    ) -> None:
+        if call not in self._open:  # it was given up
+            return
         row = self._open.pop(call)
         error = self.error(row, what, rule or RULE * what.startswith("returned"), remedy)
         error.__cause__ = cause
-        if note:
-            error.add_note(note)
         self._failures[row] += 1
         again = self._failures[row] <= self._sampling.retries
         self._ready.append((call, Outcome(again=True) if again else Outcome(failure=error)))

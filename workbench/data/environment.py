@@ -230,21 +230,16 @@ class Environments:
         self._session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
         if self._session.alive:
             return
-        left = self._session.left
-        if self._concurrency == 1:
-            for row in left.suspects:
-                self._call_failed(row, *left.why)
-        elif left.suspects:
-            self._concurrency = 1  # from here on it is known which one ends the process
+        # where it is not known which call ended the process, the next time it is
+        self._concurrency = 1 if self._session.begun else self._sampling.concurrency
         self._ready += [(row, Reply(again=True)) for row in self._open]
         self._open.clear()
         self._made.clear()
         self._session = self._sessions.enter_context(self._calls.session(self._make))
 
     def _call_failed(
-        self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None,
-        note: str = "",
-    ) -> None:  # fmt: skip
+        self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
+    ) -> None:
         if i in self._given_up:
             return
         method = self._open.pop(i).method
@@ -253,8 +248,6 @@ class Environments:
             return
         error = self._error(method, i, what, rule or RULES[method] * what.startswith("returned"), remedy)
         error.__cause__ = cause
-        if note:
-            error.add_note(note)
         self._ready.append((i, self._failed(i, error)))
 
     def _reply(self, row: int, call: _Call, answer: Any) -> Reply:
@@ -337,17 +330,19 @@ class Environments:
         if not rows or not self._session.alive:  # those of a process that was killed are gone
             return []
 
-        def failed(i: int, what: str, rule: str = "", remedy: str = "", **more: Any) -> None:
-            errors.append(self._error("close", rows[i], what, rule, remedy))
-            errors[-1].__cause__ = more.get("cause")
+        def failed(
+            row: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
+        ) -> None:
+            errors.append(self._error("close", row, what, rule, remedy))
+            errors[-1].__cause__ = cause
 
         self._session.each(
             user_functions.close,
             user_functions.nothing,
-            [(row,) for row in rows],
+            {row: (row,) for row in rows},
             concurrency=self._concurrency,
             timeout_s=self._sampling.call_timeout_s,
-            done=lambda i, value: None,
+            done=lambda row, value: None,
             failed=failed,
         )
         return errors

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -103,81 +103,44 @@ class Asking:
     ) -> tuple[dict[int, Any], dict[int, RewardError]]:
         """What the calls give, and the errors of those that failed, by number of call.
 
-        A call fails alone: where it ends the process in which others are under way, these are made again in a new one.
+        A call fails alone: where it ends the process in which others are under way, all of these are made again in a
+        new one, one at a time, so that it is the only one.
         error: makes the error of a call: its number, what it did, the rule, the remedy. rows: of each call; default 1.
         """
-        outcomes = _Outcomes(error=error, retries=self.retries, most=self.most, rows=rows or [1] * len(arguments))
-        rounds = [_Round(range(len(arguments)), self.concurrency, outcomes)]
+        answers: dict[int, Any] = {}
+        failures: dict[int, RewardError] = {}
+        tries, again = Counter[int](), list[int]()
+        sizes = rows or [1] * len(arguments)
+
+        def failed(i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None) -> None:
+            tries[i] += 1
+            if tries[i] <= self.retries:
+                again.append(i)
+                return
+            failures[i] = error(i, what, rule, remedy)
+            failures[i].__cause__ = cause
+            if sum(sizes[one] for one in failures) > self.most:
+                raise _Enough
+
+        rounds = [(list(range(len(arguments))), self.concurrency)]
         try:
-            while rounds or outcomes.again:
+            while rounds or again:
                 if not rounds:
-                    rounds, outcomes.again = [_Round(outcomes.again, self.concurrency, outcomes)], []
-                now = rounds.pop(0)
+                    rounds, again = [(again, self.concurrency)], []
+                numbers, at_once = rounds.pop()
                 with self.calls.session(function) as session:
-                    left = session.each(
-                        invoke, finish, [arguments[number] for number in now.numbers], concurrency=now.concurrency,
-                        timeout_s=self.timeout_s, done=now.done, failed=now.failed,
-                        tick=lambda: self.tick(len(outcomes.answers) + len(outcomes.failures)),
+                    begun, others = session.each(
+                        invoke, finish, {i: arguments[i] for i in numbers}, concurrency=at_once,
+                        timeout_s=self.timeout_s, done=answers.__setitem__, failed=failed,
+                        tick=lambda: self.tick(len(answers) + len(failures)),
                     )  # fmt: skip
-                for some, at_once in ((left.waiting, now.concurrency), (left.suspects, 1)):
-                    if some:
-                        rounds.insert(0, _Round([now.numbers[i] for i in some], at_once, outcomes))
+                rounds += [some for some in ((others, at_once), (begun, 1)) if some[0]]
         except _Enough:
-            outcomes.skip_rest()
+            for i in range(len(arguments)):
+                if i not in answers and i not in failures:
+                    failures[i] = error(i, NOT_ASKED, "so many rows failed before that the stage fails", "")
         self.tick(len(arguments))
-        return outcomes.answers, outcomes.failures
-
-
-@dataclass(kw_only=True)
-class _Outcomes:
-    """What has come of calls, by number; error, rows: see `Asking.ask`. again: calls that failed and have retries."""
-
-    error: Callable[[int, str, str, str], RewardError]
-    retries: int
-    most: float
-    rows: Sequence[int]
-    answers: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, RewardError] = field(default_factory=dict)
-    again: list[int] = field(default_factory=list)
-    tries: Counter[int] = field(default_factory=Counter)
-
-    def fail(self, number: int, what: str, rule: str, remedy: str, cause: BaseException | None, note: str) -> None:
-        """A try of a call failed. Raise `_Enough` where more rows have failed than may."""
-        self.tries[number] += 1
-        if self.tries[number] <= self.retries:
-            self.again.append(number)
-            return
-        self.failures[number] = made = self.error(number, what, rule, remedy)
-        made.__cause__ = cause
-        if note:
-            made.add_note(note)
-        if sum(self.rows[failed] for failed in self.failures) > self.most:
-            raise _Enough
-
-    def skip_rest(self) -> None:
-        """The calls that have no outcome are not made."""
-        for number in range(len(self.rows)):
-            if number not in self.answers and number not in self.failures:
-                self.failures[number] = self.error(
-                    number, NOT_ASKED, "so many rows failed before that the stage fails", ""
-                )
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Calls that are made in one session, which numbers them from 0: each is put to its own number."""
-
-    numbers: Sequence[int]
-    concurrency: int
-    outcomes: _Outcomes
-
-    def done(self, i: int, value: Any) -> None:
-        self.outcomes.answers[self.numbers[i]] = value
-
-    def failed(
-        self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None, note: str = ""
-    ) -> None:
-        self.outcomes.fail(self.numbers[i], what, rule, remedy, cause, note)
+        return answers, failures
 
 
 def first_failure(failures: Mapping[int, E]) -> E:

@@ -16,6 +16,7 @@ import errno
 import functools
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -29,9 +30,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import psutil
+
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
-from workbench.support.calls.process import use_of
 from workbench.support.checked_calls import checked_call
 
 MOST_FILE_BYTES = 2**24  # of each file that a program writes, its output among them
@@ -219,7 +221,7 @@ def _watched(
                     process.wait(TICK_S)
                     break
                 except subprocess.TimeoutExpired:
-                    _, tasks, used_bytes = use_of(process.pid, threads + OWN_TASKS, sys.maxsize)
+                    tasks, used_bytes = _use_of(process.pid)
                 if time.monotonic() - begun_s > timeout_s:
                     ended = "time"
                 elif tasks > threads + OWN_TASKS:
@@ -239,6 +241,19 @@ def _watched(
             last=_end_of(out),
             duration_s=time.monotonic() - begun_s,
         )
+
+
+def _use_of(pid: int) -> tuple[int, int]:
+    """The threads of a process with all below it, and the bytes that they hold, without the pages of files."""
+    threads = kib = 0
+    with contextlib.suppress(psutil.Error):
+        leader = psutil.Process(pid)
+        for process in (leader, *leader.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, OSError):
+                threads += process.num_threads()
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                kib += sum(int(n) for n in re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status, re.MULTILINE))
+    return threads, 1024 * kib
 
 
 def _file(content: bytes) -> IO[bytes]:

@@ -22,7 +22,6 @@ from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_groups import parallel_groups
-from workbench.workers.reload.sources import loaded
 from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 
@@ -53,7 +52,7 @@ class Context:
     waits: bool = False
     room: Room | None = None
     stopping: Stopping = field(default_factory=lambda: Stopping(1))
-    calls: UserCalls = field(default_factory=lambda: UserCalls(loaded.replaced_texts))
+    calls: UserCalls = field(default_factory=UserCalls)
 
     @property
     def device(self) -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -178,24 +176,6 @@ def test_examples_go_on_where_they_stood(tmp_path: Path) -> None:
         assert found["prompt_uid"].tolist() == expected["prompt_uid"].tolist()
         assert found["response_ids"].values.tolist() == expected["response_ids"].values.tolist()
         assert lab.iteration == 2
-
-
-def drawing(prompt: str, response: str) -> float:
-    return random.random() + float(np.random.rand())  # noqa: NPY002
-
-
-def test_a_reward_that_draws_goes_on_drawing(tmp_path: Path) -> None:
-    models = {"actor": TINY, "reward": drawing}
-    with tiny_lab("draws", tmp_path, backend="inline", models=models) as lab:
-        batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=2)
-        lab.save(tmp_path / "one", models=False)
-        batch.save(tmp_path / "batch.safetensors")
-        expected = lab.reward.compute_reward(batch, concurrency=1).fetch(["rewards"])["rewards"]
-    random.seed(1)
-    with wb.restore(tmp_path / "one", name="again", runs=tmp_path) as lab:
-        batch = lab.load(tmp_path / "batch.safetensors")
-        found = lab.reward.compute_reward(batch, concurrency=1).fetch(["rewards"])["rewards"]
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.thorough

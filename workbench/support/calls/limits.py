@@ -11,8 +11,8 @@ from pydantic import Field
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
-from workbench.support.machine import cores, total_bytes
-from workbench.support.validation import PositiveInt, Whole, settings
+from workbench.support.machine import total_bytes
+from workbench.support.validation import Whole, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 NAME = "__workbench_limits__"
@@ -23,28 +23,22 @@ LEAST_BYTES = 2**26
 class Limits:
     """Of the process in which a reward or cost function, or an environment, runs. One process serves a role on a host.
 
-    memory_bytes: of each of its processes, and of all together, at least 64 MiB, of which Python takes about 30;
+    memory_bytes: of that process, and of each one that it starts, at least 64 MiB, of which Python takes about 30;
         None: a quarter of the machine's memory, 2 to 32 GiB.
-    tasks: its processes and threads at one time, those of libraries included; None: 512, or eight for each core.
-    own_process: False runs the function in its host, with neither limit, where a call that does not return cannot be
+    own_process: False runs the function in its host, without a limit, where a call that does not return cannot be
         ended: for functions that hold what no other process can have, such as a live model.
     """
 
     memory_bytes: Annotated[Whole, Field(ge=LEAST_BYTES)] | None = None
-    tasks: PositiveInt | None = None
     own_process: bool = True
 
     @property
     def most_bytes(self) -> int:
         return self.memory_bytes or min(max(total_bytes() // 4, 2**31), 2**35)
 
-    @property
-    def most_tasks(self) -> int:
-        return self.tasks or max(512, 8 * cores())
-
 
 @checked_call("wb.limits")
-def limits(*, memory_bytes: int | None = None, tasks: int | None = None, own_process: bool = True) -> Callable[[F], F]:
+def limits(*, memory_bytes: int | None = None, own_process: bool = True) -> Callable[[F], F]:
     """A decorator of reward and cost functions and of environments, which says how their process is limited.
 
         @wb.limits(memory_bytes=4 * 2**30)
@@ -52,7 +46,7 @@ def limits(*, memory_bytes: int | None = None, tasks: int | None = None, own_pro
 
     Raises `BadInput` for values that cannot be. The fields: `Limits`.
     """
-    values = {"memory_bytes": memory_bytes, "tasks": tasks, "own_process": own_process}
+    values = {"memory_bytes": memory_bytes, "own_process": own_process}
     Limits(**values)  # type: ignore[arg-type]
 
     def decorate(function: F) -> F:

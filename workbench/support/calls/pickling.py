@@ -50,14 +50,18 @@ def _culprit(function: Any) -> str:
 def by_value(thing: Any) -> bytes:
     """Pickled with the code and the globals of the notebook and of modules that the user may edit, as they are now:
     another process would import what their files say. By name where these hold what cannot be sent, such as a lock."""
+    return _each_by_value([thing])[0]
+
+
+def _each_by_value(things: Sequence[Any]) -> list[bytes]:
     try:
         with _editable_by_value() as modules:
-            return _dumps(thing, modules)
+            return _dumps(things, modules)
     except Exception:
-        return _dumps(thing, ())
+        return _dumps(things, ())
 
 
-def _dumps(thing: Any, modules: Collection[ModuleType]) -> bytes:
+def _dumps(things: Sequence[Any], modules: Collection[ModuleType]) -> list[bytes]:
     from workbench.support.pickles import Pickler as CodeKept
 
     ids = {id(module) for module in modules}
@@ -68,8 +72,11 @@ def _dumps(thing: Any, modules: Collection[ModuleType]) -> bytes:
                 return ModuleType, (value.__name__,), {k: v for k, v in vars(value).items() if k not in OF_IMPORT}
             return super().reducer_override(value)
 
-    Pickler(file := io.BytesIO()).dump(thing)
-    return file.getvalue()
+    dumped = []
+    for thing in things:
+        Pickler(file := io.BytesIO()).dump(thing)
+        dumped.append(file.getvalue())
+    return dumped
 
 
 @contextlib.contextmanager
@@ -93,30 +100,22 @@ def _editable_by_value() -> Iterator[Collection[ModuleType]]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> bytes:
-    """The arguments of calls of a function. `BadInput`, which names the column, for what cannot be sent."""
+def packed_rows(calls: Sequence[Sequence[Any]], name: str) -> list[bytes]:
+    """The arguments of each call of a function. `BadInput`, which names the column, for what cannot be sent."""
     try:
-        return by_value(calls)
+        return _each_by_value(calls)
     except Exception:
-        for _, column, value in values_of(calls):
-            try:
-                by_value(value)
-            except Exception as error:
-                raise BadInput(
-                    f"{column} of a row for {name} cannot be sent to its process: {said(error, 200)}",
-                    "columns that a function is given are texts, numbers, lists, dicts, and objects of such",
-                ) from error
+        for argument in (argument for arguments in calls for argument in arguments):
+            for column, value in argument.items() if isinstance(argument, Mapping) else [("", argument)]:
+                try:
+                    by_value(value)
+                except Exception as error:
+                    what = f"column {shown(column, 80)}" if column else "an argument"
+                    raise BadInput(
+                        f"{what} of a row for {name} cannot be sent to its process: {said(error, 200)}",
+                        "columns that a function is given are texts, numbers, lists, dicts, and objects of such",
+                    ) from error
         raise
-
-
-def values_of(calls: Sequence[Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Each value of the arguments of calls: the call's number, what to call the value in messages, the value."""
-    for i, arguments in enumerate(calls):
-        for argument in arguments:
-            if isinstance(argument, Mapping):
-                yield from ((i, f"column {shown(column, 80)}", value) for column, value in argument.items())
-            else:
-                yield i, "an argument", argument
 
 
 def name_of(function: Any) -> str:

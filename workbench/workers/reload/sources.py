@@ -89,11 +89,6 @@ class Sources:
                 found[name] = SourceFile(source.path, text)
         return found
 
-    def replaced_texts(self) -> dict[str, tuple[str, str]]:
-        """File and text of the modules that this process runs and that are no longer what their files say."""
-        self.note()
-        return {name: (self.texts[name].path, self.texts[name].text) for name in self.stale()}
-
     def take(self, texts: Mapping[str, SourceFile]) -> None:
         """Note that the process runs these now."""
         for name, source in texts.items():

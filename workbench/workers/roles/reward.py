@@ -235,7 +235,7 @@ class RewardWorker(ModelWorker):
         row's last token in `response_mask`. A function over many rows at once: `wb.batched`.
         weights: by name of the component, in place of the weights that came with the functions; the others keep theirs.
         concurrency, call_timeout_s: calls of a function under way at once, and the time limit of one. A call past it
-        ends the process in which the function runs; other limits: `wb.limits`.
+        ends the process in which the function runs; its memory: `wb.limits`.
         retries: how often a call that failed is made again, after all others; about a judge's row with a new judgement,
         where the judge samples. A row whose call still fails, for
         whatever reason, is not `valid`, has reward 0, and `failure` says why: `batch.failed()` lists them.
