@@ -235,7 +235,7 @@ def python(code: str) -> str:
         raise MissingDependency(f"the sandbox did not start: {ran.stderr.strip():.200}", "", REMEDY)
     if ran.ended != "exit":
         limits = {"time": f"it took more than {PYTHON_S:g} s", "memory": "it took too much memory"}
-        return f"{ran.stdout}\n({limits.get(ran.ended, 'it started too many threads')})".strip()
+        return f"{ran.stdout}\n({limits.get(ran.ended, 'it started too many processes or threads')})".strip()
     if ran.exit_code:
         return f"{ran.stdout}\n{ran.stderr.strip()[-2000:]}".strip()
     return ran.stdout
