@@ -97,7 +97,7 @@ class Ledger:
     def _all(self) -> list[dict[str, Any]]:
         found = []
         try:
-            lines = files.read_bytes(Path(self.path.name), within=self.path.parent, own=True, limit=LIMIT_BYTES)
+            lines = files.read_bytes(self.path, limit=LIMIT_BYTES)
         except FileNotFoundError:
             return []
         for line in lines.splitlines():
