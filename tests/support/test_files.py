@@ -96,7 +96,7 @@ def test_nothing_is_left_of_what_was_interrupted(tmp_path: Path, error: type[Bas
 
 def test_a_folder_that_cannot_be_made_is_named() -> None:
     with expect_error(WriteFailed, value="/etc/passwd/x' cannot be written"):
-        files.make_folder(Path("/etc/passwd/x"))
+        files.private_folder(Path("/etc/passwd/x"))
 
 
 def test_files_are_private_and_one_that_the_user_has_named_keeps_its_mode(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def joined_address(ray: Any) -> str | None:
 def _note_client() -> None:
     """Record that this process is joined to the head, which stays while any process is."""
     folder = home() / "clients"
-    files.make_folder(folder, 0o700)
+    files.private_folder(folder)
     files.write_bytes(folder / str(os.getpid()), repr(psutil.Process().create_time()).encode())
 
 

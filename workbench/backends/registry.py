@@ -25,7 +25,7 @@ from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
 from workbench.errors.plain_text import shown
 from workbench.support import files, pickles
-from workbench.support.home import home, locked, private_folder
+from workbench.support.home import home, locked
 from workbench.support.machine import Process
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def check_name(name: str) -> str:
 
 def write(record: Record, description: Description) -> Record:
     """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
-    private_folder(record.folder)
+    files.private_folder(record.folder)
     files.write_bytes(record.folder / "description.pkl", pickles.dumps(description))
     record = replace(record, roles={role: str(model) for role, model in description.models.items()})
     files.write_json(record.folder / "lab.json", asdict(record))

@@ -19,9 +19,9 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from workbench.errors.plain_text import shown
 from workbench.support import files
 
 if TYPE_CHECKING:
+    from workbench.batches.batch import Batch
     from workbench.batches.references import Column
 
 FORMAT: Literal[3] = 3
@@ -62,21 +63,7 @@ class Header(BaseModel, strict=True, extra="forbid"):
     vocabulary: Identity | None
 
 
-class Savable(Protocol):
-    """A batch, as far as it is written to a file."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def columns(self) -> Mapping[str, Column]: ...
-    @property
-    def meta(self) -> Mapping[str, Any]: ...
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    def fetch(self, columns: Sequence[str] | None = None, *, rows: Any = None) -> Table: ...
-
-
-def write(path: str | os.PathLike[str], batch: Savable, *, mode: int = files.PRIVATE) -> Path:
+def write(path: str | os.PathLike[str], batch: Batch, *, mode: int = files.PRIVATE) -> Path:
     """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
     target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
@@ -117,7 +104,7 @@ def _kind(column: Column) -> Kind:
     return "ragged" if column.row_shape == ("*",) else "tensor"
 
 
-def _spool(batch: Savable, name: str, column: Column, file: Path) -> dict[str, Tensor]:
+def _spool(batch: Batch, name: str, column: Column, file: Path) -> dict[str, Tensor]:
     """The tensors of a column, which is fetched a chunk at a time; the values are mapped from `file`."""
     dtype = torch.uint8 if column.dtype == "object" else getattr(torch, column.dtype)
     lengths, shape = [], (0,)

@@ -177,7 +177,8 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
 
 def _index(rows: Sequence[tuple[str, str]]) -> Path:
     """A database of these rows, made where it is missing."""
-    from workbench.support.home import home, locked, private_folder
+    from workbench.support.files import private_folder
+    from workbench.support.home import home, locked
 
     key = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
     folder = home() / "search"

@@ -183,12 +183,12 @@ def new_or_empty(path: Path) -> Path:
     return folder
 
 
-def make_folder(path: Path, mode: int = 0o777) -> Path:
-    """Make a folder, where it is not there; one that is there stays as it is. Its parents get the modes that the user's
-    umask gives. Raises `WriteFailed`."""
+def private_folder(path: Path) -> Path:
+    """Make a folder that only its owner can enter; one that is there stays as it is. Its parents get the modes that the
+    user's umask gives. Raises `WriteFailed`."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=mode, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 

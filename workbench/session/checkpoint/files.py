@@ -87,15 +87,6 @@ class Checkpoint:
             for name, entry in self.values["files"].items() if name.startswith(prefix)
         }  # fmt: skip
 
-    def require_signed(self) -> None:
-        """Raise `BadInput` where somebody else than this user has written it: its pickles are code."""
-        if not is_signed(self.values):
-            raise BadInput(
-                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed since",
-                "it holds Python objects, and loading these runs code of the one who wrote it",
-                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
-            )
-
     def trust(self) -> None:
         """Sign it as this user's own, after its files were verified; its code is run when it is restored."""
         self.verify()
@@ -130,7 +121,12 @@ class Checkpoint:
 
         from workbench.workers.role_state import RankState
 
-        self.require_signed()
+        if not is_signed(self.values):
+            raise BadInput(
+                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed since",
+                "it holds Python objects, and loading these runs code of the one who wrote it",
+                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
+            )
         try:
             description, added = pickle.loads(self._read(CONTROLLER))
         except (ImportError, AttributeError) as error:
@@ -164,10 +160,11 @@ class Checkpoint:
         from workbench.display.html import bytes_text
 
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
+        by_user = "signed" if is_signed(self.values) else "not signed"
         return (
             f"{self.folder}\n  {self.values['name']!r} after {self.iteration} iterations, saved {saved}\n"
             f"  roles {', '.join(self.values['roles'])}; {len(self.values['files'])} files, {bytes_text(self.nbytes)}\n"
-            f"  owned by {_owner(self.folder)}; it is {'' if is_signed(self.values) else 'not '}signed by this user"
+            f"  owned by user {self.folder.stat().st_uid}; it is {by_user} by this user"
         )
 
     def __repr__(self) -> str:
@@ -280,10 +277,3 @@ def _entry(folder: Path, name: str) -> dict[str, Any] | None:
             return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
     except FileNotFoundError:
         return None
-
-
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:  # a user that this machine does not know
-        return f"user {path.stat().st_uid}"
