@@ -24,6 +24,9 @@ def write_run(
         store.append_metrics("generate_sequences", 1, number, {"response_tokens/mean": 10.0}, rows=rows)
         store.append_metrics("compute_reward", 2, number, {"rewards/mean": reward}, rows=rows)
     code = {"commit": "c" * 40, "versions": {"torch": "2"}, "files": {"a.py": "1"}, "functions": {}}
-    record = {"name": name, "opened_s": time.time(), "settings": dict(settings), "code": code, "data": {"prompts": "x"}}
+    record = {
+        "format": 1, "name": name, "opened_s": time.time(), "settings": dict(settings), "code": code,
+        "data": {"prompts": "x"},
+    }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(record))
     return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import threading
 import time
@@ -47,10 +46,10 @@ def test_wrong_arguments_are_refused_first() -> None:
 
 
 def test_the_command_line_shares_nothing_that_it_need_not() -> None:
-    words = command(7, 8, 9, 2**20, False)
+    words = command(7, 8, 2**20, False)
     assert "--unshare-all" in words and "--die-with-parent" in words and "--clearenv" in words
     assert not {"--share-net", "--bind", "--dev-bind", "--ro-bind-fd"} & set(words)
-    assert "--share-net" in command(7, 8, 9, 2**20, True)
+    assert "--share-net" in command(7, 8, 2**20, True)
     shared = {words[i + 2] for i, word in enumerate(words) if word == "--ro-bind"}
     assert not shared & {"/", "/home", "/root", "/etc", "/tmp", "/run", "/var", str(Path.home())}
 
@@ -99,13 +98,9 @@ def test_time_memory_processes_threads_and_output_are_limited() -> None:
     assert (hangs.ended, hangs.exit_code) == ("time", None) and time.monotonic() - begun_s < 60
     eats = run_python("x = bytearray(2**30)")
     assert eats.exit_code == 1 and "MemoryError" in eats.stderr
-    forks = run_python("import os\nprint('before', flush=True)\nfor _ in range(5): os.fork()\nprint('after')")
-    assert forks.stdout == "before\n" and "BlockingIOError" in forks.stderr
-    spawns = run_python("import subprocess; print(subprocess.run(['/bin/true']))")
-    assert spawns.stdout == "" and "BlockingIOError" in spawns.stderr
-    raw = "import ctypes; libc = ctypes.CDLL(None)\nprint([libc.syscall(n, 17, 0, 0, 0, 0) for n in (56, 57, 58, 435)])"
-    if platform.machine() == "x86_64":
-        assert run_python(raw).stdout == "[-1, -1, -1, -1]\n"
+    assert run_python("import subprocess; print(subprocess.run(['/bin/true']).returncode)").stdout == "0\n"
+    forks = run_python("import os, time\nfor _ in range(7): os.fork()\ntime.sleep(20)")
+    assert forks.ended == "threads"
     thread = "Thread(target=time.sleep, args=(9,), daemon=True).start()"
     begin = "import time; from threading import Thread\nfor _ in range({}): " + thread
     assert run_python(begin.format(8)).exit_code == 0
@@ -163,9 +158,3 @@ time.sleep(20)
 """, memory_bytes=2**27, timeout_s=15.0,
     )  # fmt: skip
     assert ran.ended == "memory"
-
-
-@here
-def test_files_in_memory_are_refused() -> None:
-    ran = run_python("import os\nos.memfd_create('held')")
-    assert "Function not implemented" in ran.stderr, ran

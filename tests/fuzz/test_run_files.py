@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.fuzz.damage import STEP, cut_and_flipped
 from workbench.backends import journal_file
+from workbench.batches.columns import Ragged
 from workbench.comparisons.run_folder import RunFolder
 from workbench.data.sources import read_rows
 from workbench.errors import BadInput, WorkbenchError
@@ -76,16 +78,16 @@ def test_journal(tmp_path: Path) -> None:
 
 
 def test_batch_files(lab: wb.Workbench, tmp_path: Path) -> None:
-    batch = lab.put({"prompt": ["a", "b"], "rewards": [0.5, 1.5]}, meta={"note": 1})
+    ids = Ragged.of([[5], [6, 7]], torch.int64)
+    batch = lab.put({"prompt": ["a", "é"], "prompt_ids": ids, "rewards": [0.5, 1.5]}, meta={"note": 1})
     path = batch.save(tmp_path / "batch")
-    whole = batch.df()
-    for damaged in cut_and_flipped(path.read_bytes(), STEP):
+    whole = path.read_bytes()
+    for damaged in cut_and_flipped(whole, STEP):
         path.write_bytes(damaged)
-        try:
-            read = lab.load(path).df()
-        except BadInput:
-            continue
-        assert read.equals(whole)
+        with pytest.raises(BadInput, match=str(path)):
+            lab.load(path)
+    path.write_bytes(whole)
+    assert lab.load(path).df().equals(batch.df())
 
 
 def test_checkpoints(lab: wb.Workbench, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _set_up_ray() -> None:
 def running_head() -> dict[str, Any] | None:
     """{"address": .., "pid": ..} of the head that this user's workbenches share, or None."""
     try:
-        head = files.read_json(_head_file(), own=True)
+        head = files.read_json(_head_file())
         process = psutil.Process(head["pid"])
         alive = process.create_time() == head["created"] and process.status() != psutil.STATUS_ZOMBIE
     except BadInput as error:
@@ -305,7 +305,7 @@ def joined_address(ray: Any) -> str | None:
 def _note_client() -> None:
     """Record that this process is joined to the head, which stays while any process is."""
     folder = home() / "clients"
-    files.make_folder(folder, 0o700)
+    files.private_folder(folder)
     files.write_bytes(folder / str(os.getpid()), repr(psutil.Process().create_time()).encode())
 
 
@@ -314,10 +314,7 @@ def other_clients() -> list[int]:
     alive = []
     for note in (home() / "clients").glob("[0-9]*"):
         try:
-            same = psutil.Process(int(note.name)).create_time() == float(files.read_bytes(note, own=True))
-        except BadInput as error:
-            files.tell_once(str(error))
-            continue
+            same = psutil.Process(int(note.name)).create_time() == float(note.read_text())
         except (psutil.Error, OSError, ValueError):
             same = False
         if not same:

@@ -60,7 +60,7 @@ def stamp(path: Path) -> Stamp | None:
 def entries(path: Path) -> Iterator[dict[str, Any]]:
     """The entries that check, oldest first."""
     try:
-        data = files.read_bytes(path, own=True, limit=None)
+        data = files.read_bytes(path, limit=None)
     except BadInput as error:
         files.tell_once(str(error))
         return

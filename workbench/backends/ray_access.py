@@ -41,7 +41,6 @@ def own_access() -> dict[str, str]:
     token = home() / "ray_token"
     if not token.exists():
         files.write_bytes(token, secrets.token_hex(32).encode())
-    files.opened(token, own=True).close()  # one that another user has put there is refused
     return access | {"RAY_AUTH_TOKEN_PATH": str(token)}
 
 

@@ -25,13 +25,13 @@ from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
 from workbench.errors.plain_text import shown
 from workbench.support import files, pickles
-from workbench.support.home import home, locked, private_folder
+from workbench.support.home import home, locked
 from workbench.support.machine import Process
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-FORMAT = 4  # of a record; an older one has other files
+FORMAT = 4  # of a record
 
 JOURNAL = "journal.pkl"
 ROOM_BYTES = 64 * 2**10  # of the files beside the description
@@ -83,7 +83,7 @@ def check_name(name: str) -> str:
 
 def write(record: Record, description: Description) -> Record:
     """Record a workbench as it is now; gives the record, with the models of its roles. Raises `WriteFailed`."""
-    private_folder(record.folder)
+    files.private_folder(record.folder)
     files.write_bytes(record.folder / "description.pkl", pickles.dumps(description))
     record = replace(record, roles={role: str(model) for role, model in description.models.items()})
     files.write_json(record.folder / "lab.json", asdict(record))
@@ -108,9 +108,8 @@ def records() -> list[Record]:
     found = []
     for path in (home() / "labs").glob("*/lab.json"):
         try:
-            values = files.read_json(path, own=True)
+            values = files.read_json(path)
             hosts = {name: Process(**process) for name, process in values.pop("hosts").items()}
-            values.setdefault("format", 1)
             found.append(Record(**{**values, "digests": tuple(values["digests"])}, hosts=hosts))
         except BadInput as error:
             files.tell_once(str(error))
@@ -156,7 +155,7 @@ def description(record: Record) -> Description:
             f"attach with the version that opened it, or end it with `wb stop {record.name}` and open it again",
         )  # fmt: skip
     try:
-        value: Description = pickle.loads(files.read_bytes(record.folder / "description.pkl", own=True))
+        value: Description = pickle.loads(files.read_bytes(record.folder / "description.pkl"))
     except OSError:
         raise NotFound(f"no workbench named {record.name!r}", "it was closed a moment ago", "open it again") from None
     except (ImportError, AttributeError) as error:
@@ -233,7 +232,7 @@ def own(lab: str, controller: str) -> None:
 def owner(lab: str) -> Owner | None:
     """Which kernel drives the workbench with this id; None where none is known."""
     try:
-        values = files.read_json(_folder(lab) / "owner.json", own=True)
+        values = files.read_json(_folder(lab) / "owner.json")
         return Owner(**{**values, "process": Process(**values["process"])})
     except BadInput as error:
         files.tell_once(str(error))

@@ -4,8 +4,8 @@ A column c of a batch is one or two tensors of the file:
     Tensor   c.values  [rows, ...]
     Ragged   c.values  the rows end to end              c.lengths  [rows] int64
     list     c.values  each row as JSON, end to end     c.lengths  [rows] int64, in bytes of UTF-8
-What else there is to know stands in the file's header, see `file_header`: rows, columns (the kind of each, in order),
-meta; where columns are token ids, whose: name, size and digest of the vocabulary; and a digest of each tensor.
+Beside its tensors a safetensors file has texts, here two: "workbench", the `Header` as JSON, and "sha256", the digest
+of the file with 64 zeros in the place of that digest.
 
 Writer and reader hold one group of rows of a column, of about CHUNK_BYTES, in memory: what is written lies in files
 that are mapped into memory until all of it is there.
@@ -13,52 +13,57 @@ that are mapped into memory until all of it is there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-import shutil
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.file_header import CHUNK_BYTES, Header, Kind, check_tensors, digest, not_ours
 from workbench.batches.schema import TOKEN_COLUMNS
+from workbench.batches.vocabulary import Identity, Vocabulary
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.support import files
 
 if TYPE_CHECKING:
+    from workbench.batches.batch import Batch
     from workbench.batches.references import Column
-    from workbench.batches.vocabulary import Vocabulary
 
-
-class Savable(Protocol):
-    """A batch, as far as it is written to a file."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def columns(self) -> Mapping[str, Column]: ...
-    @property
-    def meta(self) -> Mapping[str, Any]: ...
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    def fetch(self, columns: Sequence[str] | None = None, *, rows: Any = None) -> Table: ...
-
-
+FORMAT: Literal[3] = 3
+CHUNK_BYTES = 64 * 2**20
+ZEROS = "0" * 64  # in the place of the digest
+DIGEST = b'"sha256":"'  # what stands before it; quotes of other texts are escaped
 # what both safetensors and columns have
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+Kind = Literal["tensor", "ragged", "list"]
 
 
-def write(path: str | os.PathLike[str], batch: Savable, *, mode: int = files.PRIVATE) -> Path:
+class Header(BaseModel, strict=True, extra="forbid"):
+    """What there is to know of a batch beside its tensors.
+
+    columns: the kind of each, in order. vocabulary: whose the token ids are, where it has any.
+    """
+
+    format: Literal[3] = FORMAT
+    rows: PositiveInt
+    columns: dict[str, Kind]
+    meta: dict[str, Any]
+    vocabulary: Identity | None
+
+
+def write(path: str | os.PathLike[str], batch: Batch, *, mode: int = files.PRIVATE) -> Path:
     """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
     target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
@@ -76,17 +81,20 @@ def write(path: str | os.PathLike[str], batch: Savable, *, mode: int = files.PRI
     )
     needed = sum(column.nbytes for column in batch.columns.values())
     with (
-        files.beside(target, needed=needed, mode=mode, flush=True) as (new, _),
+        files.replacing(target, needed=needed, mode=mode, flush=True) as file,
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".batch.") as folder,
     ):
         tensors: dict[str, Tensor] = {}
         for number, (name, column) in enumerate(batch.columns.items()):
             tensors |= _spool(batch, name, column, Path(folder) / str(number))
-        whole = Path(folder) / "whole"
-        header = replace(header, digests={name: digest(tensor) for name, tensor in tensors.items()})
-        save_file(tensors, whole, metadata=header.texts())
-        shutil.copymode(new, whole)  # safetensors gives it to its owner alone
-        whole.replace(new)
+        permissions = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        text = json.dumps(header.model_dump())
+        save_file(tensors, file.name, metadata={"workbench": text, "sha256": ZEROS})
+        os.chmod(file.name, permissions)  # safetensors gives it to its owner alone
+        with open(file.name, "r+b") as written:
+            place, _, digest = _digests(written)
+            written.seek(place)
+            written.write(digest.encode())
     return target
 
 
@@ -96,7 +104,7 @@ def _kind(column: Column) -> Kind:
     return "ragged" if column.row_shape == ("*",) else "tensor"
 
 
-def _spool(batch: Savable, name: str, column: Column, file: Path) -> dict[str, Tensor]:
+def _spool(batch: Batch, name: str, column: Column, file: Path) -> dict[str, Tensor]:
     """The tensors of a column, which is fetched a chunk at a time; the values are mapped from `file`."""
     dtype = torch.uint8 if column.dtype == "object" else getattr(torch, column.dtype)
     lengths, shape = [], (0,)
@@ -159,7 +167,7 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
     """
     source = files.path_of(path, "path")
     try:
-        files.opened(source, follow=True, limit=None).close()
+        files.opened(source, limit=None).close()
     except FileNotFoundError:
         raise BadInput(
             f"no file {str(source)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path"
@@ -167,13 +175,12 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
     try:
         file = safe_open(source, framework="pt")
     except SafetensorError as error:
-        raise not_ours(source, f"is no whole safetensors file: {error}") from error
-    header = Header.read(file.metadata() or {}, source)
+        raise _not_ours(source, f"is no whole safetensors file: {error}") from error
+    header = _header(file.metadata() or {}, source)
     if header.vocabulary is not None:
         vocabulary.check_identity(header.vocabulary, repr(str(source)))
-    check_tensors(file, header, source)
     rows, columns = header.rows, header.columns
-    lengths = {name: _lengths(file, source, name, rows) for name, kind in columns.items() if kind != "tensor"}
+    lengths = {name: file.get_tensor(f"{name}.lengths") for name, kind in columns.items() if kind != "tensor"}
     starts = {name: np.concatenate([[0], np.cumsum(counts.numpy())]).tolist() for name, counts in lengths.items()}
 
     def table(chunk: range) -> Table:
@@ -185,22 +192,47 @@ def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str
                 out[name] = values[first:last]
                 continue
             ragged = Ragged(values[starts[name][first] : starts[name][last]], lengths[name][first:last])
-            out[name] = _from_json(ragged, name, source) if kind == "list" else ragged
+            out[name] = [json.loads(row.numpy().tobytes()) for row in ragged.rows()] if kind == "list" else ragged
         return out
 
     return header.meta, map(table, _chunks(rows, source.stat().st_size))
 
 
-def _lengths(file: Any, source: Path, name: str, rows: int) -> Tensor:
-    lengths: Tensor = file.get_tensor(f"{name}.lengths")
-    values = file.get_slice(f"{name}.values").get_shape()[0]
-    if len(lengths) != rows or int(lengths.sum()) != values or bool((lengths < 0).any()):
-        raise not_ours(source, f"is damaged: the rows of {name!r} do not add up")
-    return lengths
-
-
-def _from_json(texts: Ragged, name: str, source: Path) -> list[Any]:
+def _header(texts: Mapping[str, str], source: Path) -> Header:
+    """The header of a file, all of whose bytes are those that were written. Raises `BadInput`."""
+    if not {"workbench", "sha256"} <= texts.keys():
+        raise _not_ours(source, "is a safetensors file, but no batch")
     try:
-        return [json.loads(row.numpy().tobytes()) for row in texts.rows()]
-    except (ValueError, RecursionError) as error:
-        raise not_ours(source, f"is damaged: column {name!r} is no JSON ({type(error).__name__})") from error
+        found = json.loads(texts["workbench"])
+        written = found["format"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _not_ours(source, f"is damaged: its header is no JSON with a format ({type(error).__name__})") from error
+    if written != FORMAT:
+        what = f"{str(source)!r} is a batch of format {shown(written, 80)}"
+        raise BadInput(what, f"this version reads format {FORMAT}", "use the version of workbench that saved it")
+    with source.open("rb") as file:
+        _, there, digest = _digests(file)
+    if there != digest:
+        raise _not_ours(source, "is damaged: its bytes are not those that were written")
+    try:
+        return Header.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _not_ours(source, f"has a wrong header: {where}: {first['msg']}") from error
+
+
+def _digests(file: IO[bytes]) -> tuple[int, str, str]:
+    """Of an open file: the place of its digest, what stands there, and what should."""
+    size = file.read(8)
+    head = file.read(int.from_bytes(size, "little"))
+    at = head.find(DIGEST) + len(DIGEST)
+    found = hashlib.sha256(size + head[:at] + ZEROS.encode() + head[at + len(ZEROS) :])
+    while part := file.read(CHUNK_BYTES):
+        found.update(part)
+    return len(size) + at, head[at : at + len(ZEROS)].decode(errors="replace"), found.hexdigest()
+
+
+def _not_ours(source: Path, what: str) -> BadInput:
+    """The error for a file that `batch.save` did not write, or not like this."""
+    return BadInput(f"{str(source)!r} {what}", "lab.load reads what batch.save wrote", "name such a file")

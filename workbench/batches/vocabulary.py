@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
 from workbench.batches.columns import Table
-from workbench.batches.file_header import Identity
 from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
@@ -18,6 +19,14 @@ from workbench.models.limits import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Identity(BaseModel, frozen=True, strict=True, extra="forbid"):
+    """Whose token ids are: see `Vocabulary`."""
+
+    name: str
+    size: int
+    digest: str
 
 
 class Vocabulary:

@@ -39,7 +39,7 @@ class RunFolder:
 
     @cached_property
     def record(self) -> RunRecord:
-        """What it was opened with; empty of a run of an earlier version."""
+        """What it was opened with; empty where nothing tells it."""
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
 
     @cached_property
@@ -149,7 +149,7 @@ class RunFolder:
     def _rows(self, name: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
         """The rows of a file; lines that hold no row are left out."""
         try:
-            with files.opened(name, within=self.folder, own=True, limit=LIMIT_BYTES) as file:
+            with files.opened(self.folder / name, limit=LIMIT_BYTES) as file:
                 size = os.fstat(file.fileno()).st_size
                 skipped = max(0, size - tail) if tail is not None else 0
                 file.seek(skipped)

@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 
 from workbench.errors import BadInput
 from workbench.support import files
-from workbench.support.home import private_folder
 
 LIMIT_BYTES = 64 * 2**20
 
@@ -50,7 +49,7 @@ class Ledger:
     def owned(self) -> Iterator[None]:
         """Inside, no other kernel adds to it. Raises `BadInput` while one does; the lock of a kernel that has ended is
         gone."""
-        private_folder(self.path.parent)
+        files.private_folder(self.path.parent)
         lock = FileLock(self.path.with_suffix(".lock"), timeout=0)
         try:
             lock.acquire()
@@ -97,7 +96,7 @@ class Ledger:
     def _all(self) -> list[dict[str, Any]]:
         found = []
         try:
-            lines = files.read_bytes(Path(self.path.name), within=self.path.parent, own=True, limit=LIMIT_BYTES)
+            lines = files.read_bytes(self.path, limit=LIMIT_BYTES)
         except FileNotFoundError:
             return []
         for line in lines.splitlines():
@@ -110,7 +109,7 @@ class Ledger:
         return found
 
     def _append(self, row: Mapping[str, Any], key: TrialKey) -> None:
-        private_folder(self.path.parent)
+        files.private_folder(self.path.parent)
         line = json.dumps({"time_s": time.time(), **vars(key), **row}).encode()
         with files.disk_errors(self.path, len(line)):
             descriptor = files.open_to_append(self.path)

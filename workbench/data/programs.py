@@ -250,7 +250,7 @@ def _failure(ran: Ran) -> str:
         raise RewardError(f"the sandbox did not start: {short(ran.stderr.strip(), 200)}", "", REMEDY)
     if ran.ended != "exit":
         limits = {"time": f"took more than {ran.duration_s:.1f} s", "memory": "took too much memory"}
-        return limits.get(ran.ended, "started too many threads")
+        return limits.get(ran.ended, "started too many processes or threads")
     if ran.exit_code:
         lines = ran.stderr.strip().splitlines() or [f"ended with {ran.exit_code}"]
         return short(plain_text(lines[-1]), 200)

@@ -177,7 +177,8 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
 
 def _index(rows: Sequence[tuple[str, str]]) -> Path:
     """A database of these rows, made where it is missing."""
-    from workbench.support.home import home, locked, private_folder
+    from workbench.support.files import private_folder
+    from workbench.support.home import home, locked
 
     key = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
     folder = home() / "search"
@@ -235,7 +236,7 @@ def python(code: str) -> str:
         raise MissingDependency(f"the sandbox did not start: {ran.stderr.strip():.200}", "", REMEDY)
     if ran.ended != "exit":
         limits = {"time": f"it took more than {PYTHON_S:g} s", "memory": "it took too much memory"}
-        return f"{ran.stdout}\n({limits.get(ran.ended, 'it started too many threads')})".strip()
+        return f"{ran.stdout}\n({limits.get(ran.ended, 'it started too many processes or threads')})".strip()
     if ran.exit_code:
         return f"{ran.stdout}\n{ran.stderr.strip()[-2000:]}".strip()
     return ran.stdout

@@ -65,7 +65,7 @@ def write_notebook(script: str | Path, output: str | Path) -> Path:
 
     path, target = path_of(script, "script"), path_of(output, "output")
     try:
-        source = read_text(path, follow=True)
+        source = read_text(path)
     except FileNotFoundError:
         raise BadInput(str(path), "a script that exists", "give the path of a .py file") from None
     text = nbformat.writes(notebook_of(source, path.name)) + "\n"

@@ -61,7 +61,7 @@ def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     path = path_of(path, "notebook")
     rule = "a notebook file of Jupyter, format 4, with a Python kernel"
     try:
-        content = read_json(path, follow=True)
+        content = read_json(path)
         cells, metadata = content["cells"], content.get("metadata", {})
     except FileNotFoundError:
         remedy = "give the path of an .ipynb file that exists; save the notebook first"

@@ -21,8 +21,9 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.export.cells import Cell
 from workbench.export.parameters import TAGS, take_parameters
 from workbench.export.statements import statements_of
+from workbench.support.files import write_bytes
 from workbench.support.home import home
-from workbench.support.signing import share_key
+from workbench.support.signing import KEY_FILE, signing_key
 from workbench.telemetry.store import TelemetryStore
 
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove
@@ -78,7 +79,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             (own / "home").mkdir(parents=True)
             (home() / "models").mkdir(parents=True, exist_ok=True)
             (own / "home" / "models").symlink_to(home() / "models")
-            share_key(own / "home")  # both may go on from a checkpoint
+            write_bytes(own / "home" / KEY_FILE, signing_key())  # both may go on from a checkpoint
             forced = {**(opening or {}), "runs": str(own / "runs")}
             environment = {
                 **os.environ, "WORKBENCH_HOME": str(own / "home"), "WORKBENCH_WIDGETS": "static",

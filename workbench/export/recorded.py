@@ -337,7 +337,7 @@ def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]
 def _cut(run: RunCell, made: Made, on_page: Cell | None, notebook: Notebook, missing: list[str]) -> Cell:
     """A cell that failed, with what it had done alone."""
     cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
-    if run.failed is None and not made.calls:  # it was no Python, or the record is of an earlier version
+    if run.failed is None and not made.calls:  # it was no Python
         return replace(cell, text="")
     cell = replace(cell, text=_text_of(run, on_page, notebook))
     text, left = done_of(cell, run.failed, made)

@@ -34,9 +34,9 @@ from workbench.session.run_record import write_run_record
 from workbench.session.taking_over import take_over as take_over_session
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.checked_calls import checked_call
-from workbench.support.files import check_room, real_path
+from workbench.support.files import check_room, private_folder, real_path
 from workbench.support.gpus import read_gpus
-from workbench.support.home import locked, private_folder
+from workbench.support.home import locked
 from workbench.support.machine import cores
 from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
 

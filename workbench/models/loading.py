@@ -39,7 +39,7 @@ def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Python code that lies beside the weights is never run."""
     file = folder / "config.json"
     try:
-        values = read_json(file, follow=True, limit=CONFIG_BYTES)
+        values = read_json(file, limit=CONFIG_BYTES)
     except (OSError, BadInput) as error:
         raise _unreadable(folder, error) from error
     _check_counts(values, file)
@@ -64,7 +64,7 @@ def read_config(name: str | Path) -> PreTrainedConfig:
 
     file = config_file(name)
     try:
-        values = read_json(file, follow=True, limit=CONFIG_BYTES)
+        values = read_json(file, limit=CONFIG_BYTES)
         _check_counts(values, file)
         config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
     except BadInput:

@@ -59,10 +59,10 @@ class Position:
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
         given = {
             f"{stage}.{name}": value
-            for stage, arguments in saved.get("arguments", {}).items()
+            for stage, arguments in saved["arguments"].items()
             for name, value in arguments.items()
         }
-        fields = {name: as_read(value) for name, value in saved.get("fields", {}).items()}
+        fields = {name: as_read(value) for name, value in saved["fields"].items()}
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
         moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
         where = f"{'in' if saved['under_way'] else 'after'} iteration {self._counters.iteration}"
@@ -88,7 +88,7 @@ class Position:
     def fill_buffer(self, values: Mapping[str, Any]) -> None:
         """Have the rollouts wait that waited in a checkpoint, or in the kernel before, with the name of the function
         that decided which were drawn first. values: `buffer` and `priority`."""
-        self.buffer.load(values.get("buffer", ()), values.get("priority"), self._batch)
+        self.buffer.load(values["buffer"], values["priority"], self._batch)
 
     def put_back(self, algorithm: Algorithm) -> None:
         """Put the algorithm that this notebook holds back to its saved position."""

@@ -2,7 +2,7 @@
 
     {"format": 1, "name", "id", "opened_s", "settings": {name: value}, "code": {...}, "data": {name: value}}
 
-Plain values alone; secrets are masked. Whatever is read is checked: it may be of another version, or damaged.
+Plain values alone; secrets are masked. Whatever is read is checked: it may be damaged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.config.description import Description
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
@@ -95,14 +97,17 @@ def _function(function: Callable[..., Any], with_source: bool) -> dict[str, str]
 
 
 def read_run_record(run_folder: Path) -> RunRecord | None:
-    """The record of a run folder; None where it has no `run.json`, as of a run of an earlier version. Raises `BadInput`
-    for a file that another user owns, or that is not JSON."""
+    """The record of a run folder; None where it has none, as after a kernel that ended while it opened. Raises
+    `BadInput` for a file that is not JSON, or that has another format."""
     try:
-        found = files.read_json(RUN_FILE, within=run_folder, own=True, limit=LIMIT_BYTES)
+        found = files.read_json(run_folder / RUN_FILE, limit=LIMIT_BYTES)
     except FileNotFoundError:
         return None
     if not isinstance(found, dict):
         return None
+    if (wrote := found.get("format")) != FORMAT:
+        what = f"{str(run_folder / RUN_FILE)!r} has format {shown(wrote, 80)}"
+        raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
     parts = {name: part for name in ("settings", "code", "data") if isinstance(part := found.get(name), dict)}
     opened_s = found.get("opened_s")
     known = isinstance(opened_s, int | float) and not isinstance(opened_s, bool) and 0 <= opened_s < LATEST_S

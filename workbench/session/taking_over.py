@@ -85,7 +85,7 @@ def _take_position(
     position.fill_buffer(values)
     metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
     runner.counters.last_metrics = metrics
-    position.first_states, position.recovering = values["first_states"], values.get("recovering", False)
+    position.first_states, position.recovering = values["first_states"], values["recovering"]
     position.last_saved, position.checkpoint = map(_checkpoint, values["checkpoints"])
     if automatic := values["autosave"]:
         checkpoints.autosave(automatic["every"], minutes=automatic["minutes"], keep=automatic["keep"],

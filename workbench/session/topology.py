@@ -239,7 +239,7 @@ class Topology:
         with self._events_lock:
             for row in self._events.new():
                 details = row["details"]
-                if row["event"] == "move" and "start_seconds" in details:  # older records lack it
+                if row["event"] == "move":
                     rest_s = details["seconds"] - details["transfer_seconds"] - details["start_seconds"]
                     self._rests_s[details["starts_processes"]].append(max(0.0, rest_s))
             return mean(self._rests_s[starts]) if self._rests_s[starts] else None

@@ -48,4 +48,4 @@ class Counters:
 
     def take_draws(self, state: Mapping[str, Any]) -> None:
         """Go on with the draws that `state` gave."""
-        self.draws = {state["iteration"]: state["draws"], **dict(state.get("draws_ahead", ()))}
+        self.draws = {state["iteration"]: state["draws"], **dict(state["draws_ahead"])}

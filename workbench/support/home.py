@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from workbench.errors import BadInput
-from workbench.support.files import make_folder, path_of
+from workbench.support.files import path_of, private_folder
 
 LOCK_POLL_S = 0.25
 
@@ -30,12 +30,6 @@ def home() -> Path:
             "set WORKBENCH_HOME to a folder of your own",
         )
     return folder
-
-
-def private_folder(folder: Path) -> Path:
-    """Make a folder that only its owner can enter, whatever the modes of the files in it; one that is there stays as it
-    is. Its parents get the modes that the user's umask gives. Raises `WriteFailed`."""
-    return make_folder(folder, 0o700)
 
 
 @contextmanager

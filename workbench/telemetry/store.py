@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
-from workbench.support.home import private_folder
 from workbench.support.secrets import masked
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
@@ -235,7 +234,7 @@ class TelemetryStore:
         old = self._waiting.get(name, b"")
         text, written, descriptor = old + new, 0, -1
         try:
-            private_folder(self.folder)
+            files.private_folder(self.folder)
             descriptor = files.open_to_append(self._path(name))
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":

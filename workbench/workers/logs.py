@@ -6,8 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from workbench.support.files import open_to_append
-from workbench.support.home import private_folder
+from workbench.support.files import open_to_append, private_folder
 
 
 def send_output_to(path: str) -> None:

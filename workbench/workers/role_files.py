@@ -84,7 +84,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
     """Write this rank's part of its role's state. All ranks of the role call it."""
     engine, state = engine_of(worker), {} if files.parts else worker.state()
     if files.parts or state:
-        own_files.make_folder(Path(files.folder))
+        own_files.private_folder(Path(files.folder))
     if not files.parts:
         if state:
             torch.save(state, pickled := io.BytesIO())

@@ -250,7 +250,7 @@ def test_damage_is_found_before_anything_is_opened(run: Uninterrupted, tmp_path:
         wb.restore(copy, name="again", runs=tmp_path)
     values = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**values, "format": 99}))
-    with expect_error(BadInput, value="has format 99", rule="reads 3"):
+    with expect_error(BadInput, value="has format 99", rule="reads 4"):
         wb.restore(copy)
 
 

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput, MissingDependency, NotFound
-from workbench.session.checkpoint.manifest import CONTROLLER, LEDGER, RANDOM, check_manifest
+from workbench.session.checkpoint.manifest import CONTROLLER, FORMAT, LEDGER, RANDOM, check_manifest
 from workbench.support import files, pickles
-from workbench.support.signing import is_signed, signed, why_unsigned
+from workbench.support.signing import is_signed, signed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from workbench.config.description import Description
     from workbench.workers.role_state import RankState
 
-FORMAT = 3
 MANIFEST = "checkpoint.json"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
@@ -68,12 +67,11 @@ class Checkpoint:
         """Bytes of all its files."""
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
-    def verify(self, *names: str) -> None:
-        """Raise `BadInput` naming the first file, of these or of all, that is not as it was written."""
-        entries = [(name, entry) for name, entry in self.values["files"].items() if not names or name in names]
+    def verify(self) -> None:
+        """Raise `BadInput` naming the first file that is not as it was written."""
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(lambda entry: _entry(self.folder, entry[0], entry[1]["bytes"]), entries)
-            for (name, written), now in zip(entries, found, strict=True):
+            found = pool.map(lambda name: _entry(self.folder, name), self.values["files"])
+            for (name, written), now in zip(self.values["files"].items(), found, strict=True):
                 if now != written:
                     raise self._damaged(name, now)
 
@@ -89,15 +87,6 @@ class Checkpoint:
             for name, entry in self.values["files"].items() if name.startswith(prefix)
         }  # fmt: skip
 
-    def require_signed(self) -> None:
-        """Raise `BadInput` where somebody else than this user has written it: its pickles are code."""
-        if not is_signed(self.values):
-            raise BadInput(
-                f"checkpoint {str(self.folder)!r} is not signed by this user: it {why_unsigned(self.values)}",
-                "it holds Python objects, and loading these runs code of the one who wrote it",
-                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
-            )
-
     def trust(self) -> None:
         """Sign it as this user's own, after its files were verified; its code is run when it is restored."""
         self.verify()
@@ -105,15 +94,13 @@ class Checkpoint:
 
     def _read(self, name: str) -> bytes:
         """The content of a file that the manifest names, with its checksum: these very bytes were written."""
-        written = self.values["files"].get(name)
-        if written is None:
-            raise self._damaged(name, None)
+        self.require(self.folder / name)
         try:
-            data = files.read_bytes(Path(name), within=self.folder, limit=written["bytes"])
+            data = files.read_bytes(self.folder / name, limit=None)
         except FileNotFoundError:
             raise self._damaged(name, None) from None
         now = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        if now != written:
+        if now != self.values["files"][name]:
             raise self._damaged(name, now)
         return data
 
@@ -134,7 +121,12 @@ class Checkpoint:
 
         from workbench.workers.role_state import RankState
 
-        self.require_signed()
+        if not is_signed(self.values):
+            raise BadInput(
+                f"checkpoint {str(self.folder)!r} is not signed by this user, or was changed since",
+                "it holds Python objects, and loading these runs code of the one who wrote it",
+                f"if you trust who wrote it and where it was kept: wb trust {shlex.quote(str(self.folder))}",
+            )
         try:
             description, added = pickle.loads(self._read(CONTROLLER))
         except (ImportError, AttributeError) as error:
@@ -149,17 +141,14 @@ class Checkpoint:
             random.setdefault((role, int(rank)), {})[generator] = state
         states = {}
         for role, said in self.values["roles"].items():
-            steps, moments, scale = said["steps"], said["moments"], said.get("loss_scale")
+            scale = said["loss_scale"]
             states[role] = [
                 RankState(
-                    steps=steps,
-                    moments=moments,
-                    random=random[role, rank],
-                    extra=more,
+                    steps=said["steps"], moments=said["moments"], random=random[role, rank], extra=more,
                     loss_scale=None if scale is None else (scale[0], scale[1]),
                 )
                 for rank, more in enumerate(added[role])
-            ]
+            ]  # fmt: skip
         return description, states
 
     def ledger(self) -> bytes | None:
@@ -171,11 +160,11 @@ class Checkpoint:
         from workbench.display.html import bytes_text
 
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
-        signature = "is signed by this user" if is_signed(self.values) else why_unsigned(self.values)
+        by_user = "signed" if is_signed(self.values) else "not signed"
         return (
             f"{self.folder}\n  {self.values['name']!r} after {self.iteration} iterations, saved {saved}\n"
             f"  roles {', '.join(self.values['roles'])}; {len(self.values['files'])} files, {bytes_text(self.nbytes)}\n"
-            f"  owned by {_owner(self.folder)}; it {signature}"
+            f"  owned by user {self.folder.stat().st_uid}; it is {by_user} by this user"
         )
 
     def __repr__(self) -> str:
@@ -205,15 +194,7 @@ def _sweep(folder: Path) -> None:
         if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
             continue
         with contextlib.suppress(OSError):  # it became a checkpoint just now
-            ours = {inner.name for inner in left.iterdir()} <= {
-                "roles",
-                "made",
-                "buffer",
-                CONTROLLER,
-                RANDOM,
-                LEDGER,
-                MANIFEST,
-            }
+            ours = {inner.name for inner in left.iterdir()} <= PARTS
             newest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
             if ours and time.time() - newest > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
@@ -238,10 +219,14 @@ def write_manifest(
     }
     files.write_bytes(folder / RANDOM, save(random))
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    for name in names:  # libraries write as the umask says
-        (folder / name).chmod(files.PRIVATE)
+
+    def finished(name: str) -> dict[str, Any] | None:
+        (folder / name).chmod(files.PRIVATE)  # libraries write as the umask says
+        files.to_disk(folder / name)
+        return _entry(folder, name)
+
     with ThreadPoolExecutor(4) as pool:
-        entries = dict(zip(names, pool.map(lambda name: _entry(folder, name, to_disk=True), names), strict=True))
+        entries = dict(zip(names, pool.map(finished, names), strict=True))
     written = signed(json.loads(json.dumps({"format": FORMAT, **values, "files": entries})))
     files.write_json(folder / MANIFEST, written, flush=True)
     for inner in [folder, *(inner for inner in folder.rglob("*") if inner.is_dir())]:
@@ -253,13 +238,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; `BadInput` where its manifest is none, or of another format."""
     try:
         values = files.read_json(folder / MANIFEST, limit=MANIFEST_BYTES)
-        wrote = values["format"]
-    except (OSError, KeyError, TypeError) as error:
+    except FileNotFoundError as error:
         raise BadInput(f"{str(folder / MANIFEST)!r} cannot be read", str(error), "use another checkpoint") from error
-    if wrote != FORMAT:
-        raise BadInput(
-            f"{str(folder)!r} has format {wrote}", f"this version reads {FORMAT}", "use the one that wrote it"
-        )
     check_manifest(values, folder)
     return Checkpoint(folder, values)
 
@@ -289,22 +269,11 @@ def _beside(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _entry(folder: Path, name: str, nbytes: int | None = None, *, to_disk: bool = False) -> dict[str, Any] | None:
-    """Bytes and checksum of a file; None: it is gone. nbytes: as many as there should be; the checksum of a file of
-    another size is not taken. to_disk: flush it to the disk (fsync) before returning."""
+def _entry(folder: Path, name: str) -> dict[str, Any] | None:
+    """Bytes and checksum of a file; None: it is gone."""
     try:
-        with files.opened(Path(name), within=folder, limit=None) as file:
-            if to_disk:
-                os.fsync(file.fileno())
+        with files.opened(folder / name, limit=None) as file:
             size = os.fstat(file.fileno()).st_size
-            same = nbytes in (None, size)
-            return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if same else ""}
+            return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
     except FileNotFoundError:
         return None
-
-
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:  # a user that this machine does not know
-        return f"user {path.stat().st_uid}"

@@ -1,21 +1,27 @@
-"""What a checkpoint's manifest must look like; it is checked before anything that it names is opened."""
+"""What a checkpoint's manifest holds; it is checked before anything that it names is opened."""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.placement import ROLES
 
+FORMAT: Literal[4] = 4
 CONTROLLER, RANDOM, LEDGER = "controller.pkl", "random.safetensors", "ledger.safetensors"
 
 
+def _inside(name: str) -> str:
+    if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"the file {shown(name, 80)} is not in the folder")
+    return name
+
+
 class _Values(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class _File(_Values):
@@ -24,8 +30,10 @@ class _File(_Values):
 
 
 class _Role(_Values):
+    layout: str
     steps: NonNegativeInt
     moments: bool
+    loss_scale: list[float] | None
     parts: list[str]
 
 
@@ -39,14 +47,10 @@ class _Made(_Values):
     metrics: dict[str, Any] | None = None
 
 
-class _KeptBatch(_Values):
-    batch: str
-
-
 class _Waiting(_Values):
     iteration: NonNegativeInt
     stages: list[str]
-    made: dict[str, _KeptBatch]
+    made: dict[str, _Made]
     metrics: dict[str, dict[str, Any]]
     times_drawn: list[NonNegativeInt] | None
 
@@ -55,9 +59,9 @@ class _State(_Values):
     run: int
     iteration: NonNegativeInt
     draws: int
-    draws_ahead: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
-    buffer: list[_Waiting] = []
-    priority: str | None = None
+    draws_ahead: list[list[int]]
+    buffer: list[_Waiting]
+    priority: str | None
     drawn: NonNegativeInt
     weights: dict[str, _Weights]
     prompts: dict[str, Any] | None
@@ -65,15 +69,18 @@ class _State(_Values):
 
 
 class _Algorithm(_Values):
+    class_: str = Field(alias="class")
     iteration: NonNegativeInt
     state: dict[str, Any]
-    fields: dict[str, Any] = {}
+    fields_: dict[str, Any] = Field(alias="fields")
+    arguments: dict[str, Any]
     under_way: bool
     made: dict[str, _Made]
     last_metrics: dict[str, dict[str, Any]]
 
 
 class _Manifest(_Values):
+    format: Literal[4]
     name: str
     saved_s: float
     run_folder: str
@@ -81,34 +88,22 @@ class _Manifest(_Values):
     roles: dict[str, _Role]
     state: _State
     algorithm: _Algorithm | None
-    files: dict[str, _File]
+    files: dict[Annotated[str, AfterValidator(_inside)], _File]
+    signature: str | None = None
 
 
 def check_manifest(values: Any, folder: Path) -> None:
-    """Raise `BadInput` for a manifest of other fields or types, and for one that names a file outside the folder, or
-    lacks one that the workbench reads."""
+    """Raise `BadInput` for a manifest of another format, of other fields or types, or with a file outside the
+    folder."""
+    if isinstance(values, dict) and (wrote := values.get("format")) != FORMAT:
+        what = f"checkpoint {str(folder)!r} has format {shown(wrote, 80)}"
+        raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
     try:
-        found = _Manifest.model_validate(values)
+        _Manifest.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise _wrong(folder, f"{where}: {first['msg']}") from None
-    for name in found.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name or not path.parts:
-            raise _wrong(folder, f"it names the file {shown(name, 80)}, which is not in the folder")
-    made = [] if found.algorithm is None else [one.batch for one in found.algorithm.made.values()]
-    made += [one.batch for waiting in found.state.buffer for one in waiting.made.values()]
-    for name in (CONTROLLER, RANDOM, *(batch for batch in made if batch is not None)):
-        if name not in found.files:
-            raise _wrong(folder, f"it does not name the file {shown(name, 80)}")
-    for role in found.roles:
-        if role not in ROLES:
-            raise _wrong(folder, f"it has a role {shown(role, 80)}")
-
-
-def _wrong(folder: Path, what: str) -> BadInput:
-    return BadInput(
-        f"the manifest of checkpoint {str(folder)!r} is damaged: {what}", "lab.save writes another one",
-        "restore from another checkpoint",
-    )  # fmt: skip
+        raise BadInput(
+            f"the manifest of checkpoint {str(folder)!r} is damaged: {where}: {first['msg']}",
+            "lab.save writes another one", "restore from another checkpoint",
+        ) from None  # fmt: skip

@@ -174,7 +174,7 @@ def _write(
             "layout": str(files.layout),
             "steps": rank_states[role][0].steps,
             "moments": rank_states[role][0].moments,
-            **({} if (scale := rank_states[role][0].loss_scale) is None else {"loss_scale": list(scale)}),
+            "loss_scale": rank_states[role][0].loss_scale,
             "parts": [part.what for part in files.parts],
         }
         for role, files in roles.items()
