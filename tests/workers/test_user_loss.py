@@ -25,8 +25,7 @@ from workbench.messages.metrics import Mean
 from workbench.messages.shards import Shard
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
-from workbench.workers.device_metrics import on_host
-from workbench.workers.micro_batches import micro_batches
+from workbench.workers.micro_batches import micro_batches, on_host
 from workbench.workers.user_loss import reported
 
 ENGINES = ("torch", "zero1", "zero2")

@@ -1,4 +1,4 @@
-"""Rows of varying length into micro-batches without padding, the same way for every stage.
+"""Rows of varying length into micro-batches without padding, the same way for every stage; what is collected of them.
 
 Shape legend: B rows, T tokens of their prompts (each once) and responses end to end, R response tokens of the longest
 row, N response tokens in all.
@@ -19,11 +19,10 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.batches.contexts import contexts_of
 from workbench.engines.training.groups import Collectives
-from workbench.messages.metrics import Max, Mean
+from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
 from workbench.models.token_sets import TokenSets
-from workbench.workers.device_metrics import OnDevice
 
 
 def cut(
@@ -132,11 +131,6 @@ class MicroBatch:
         return lambda x_BR: OnDevice(
             Mean, {"total": torch.where(mask_BR > 0, x_BR.detach(), 0.0).sum(), "count": count}
         )
-
-
-def largest(x: Tensor) -> OnDevice:
-    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
-    return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})
 
 
 def micro_batches(
@@ -304,3 +298,34 @@ def each_minibatch(
 def tokens_of(micro: MicroBatch) -> int:
     """Tokens of a micro-batch; 0 of one that only keeps in step."""
     return micro.tokens if micro.weight else 0
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A metric some of whose numbers, by field, are still on the device that computes them. Reading them one by one
+    would wait for the device each time: `on_host` brings many at once."""
+
+    kind: type[Mean] | type[Max]
+    numbers: Mapping[str, Tensor | float]
+
+
+DeviceMetrics = Mapping[str, Metric | OnDevice]
+
+
+def on_host(reported: Sequence[DeviceMetrics]) -> list[Metrics]:
+    """The same metrics with all their numbers on the host, in one transfer."""
+    waiting = [metric for metrics in reported for metric in metrics.values() if isinstance(metric, OnDevice)]
+    tensors = [n.detach().double() for metric in waiting for n in metric.numbers.values() if isinstance(n, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+
+    def brought(metric: Metric | OnDevice) -> Metric:
+        if not isinstance(metric, OnDevice):
+            return metric
+        return metric.kind(**{k: next(values) if isinstance(n, Tensor) else n for k, n in metric.numbers.items()})
+
+    return [{name: brought(metric) for name, metric in metrics.items()} for metrics in reported]
+
+
+def largest(x: Tensor) -> OnDevice:
+    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
+    return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})

@@ -23,7 +23,7 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
 from workbench.models.heads import PackedModule
-from workbench.models.lora import add_lora, without_adapter
+from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
@@ -35,29 +35,25 @@ from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least, checked
 from workbench.workers.gradient_norms import response_gradient_norms
 from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
-from workbench.workers.inference import (
+from workbench.workers.micro_batches import Scatter
+from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
+    Term,
     check_temperature,
     chosen,
-    each_response_token,
     mean_of,
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.micro_batches import MicroBatch, Scatter
-from workbench.workers.policy_tokens import PolicyTokens
-from workbench.workers.readings import token_log_probs_and_entropies
+from workbench.workers.policy_tokens import PolicyTokens, rollout_weights
 from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.roles.trained import check_update
-from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
-from workbench.workers.saving import save_adapter
 from workbench.workers.token_logits import OF_MODEL, stand_ins
-from workbench.workers.update import Term
 from workbench.workers.user_loss import (
     Asked,
     TokenFunction,
@@ -91,11 +87,22 @@ def token_function(
     if isinstance(loss, CovarianceLoss):
         return covariance_function(loss, clip, clip_high)
 
-    def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
-        return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
+    return partial(_named_loss, loss=loss, clip=clip, clip_high=clip_high, dual_clip=dual_clip)
 
-    return named
+
+def _named_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss: PolicyLoss,
+    clip: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+) -> Any:
+    loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
+    return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
 
 
 def _asked(arguments: Mapping[str, Any]) -> Asked:
@@ -224,14 +231,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         part of the gap. Metrics are those of the rows that are `valid`.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
-        reading, entropies = token_log_probs_and_entropies(scale, mask), Scatter(batch.ragged("response_ids"))
-
-        def forward(micro: MicroBatch) -> Tensor:
-            log_probs_N, entropy_N = reading.of(self.engine, micro)
-            entropies.put(micro, entropy_N)
-            return log_probs_N
-
-        column = each_response_token(batch, forward, self.budget, self.context)
+        sets = None if mask is None else mask.sets
+        log_probs, entropies = Scatter(batch.ragged("response_ids")), Scatter(batch.ragged("response_ids"))
+        for micro, (log_probs_N, entropies_N) in self.passes(batch, lambda micro: micro.scored(scale, True, sets)):
+            log_probs.put(micro, log_probs_N)
+            entropies.put(micro, entropies_N)
+        column = log_probs.column()
         metrics: Metrics = {
             "old_log_prob/mean": mean_of(column, batch),
             "entropy": mean_of(entropies.column(), batch),
@@ -268,13 +273,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         where there is one. Metric `gradient_norm/mean`.
         """
         mask = SamplingMask.of(batch, self.spec, self.context)
-        norms = response_gradient_norms(
-            batch,
-            self.engine,
-            old_log_prob_temperature(batch, temperature),
-            None if mask is None else mask.sets,
-            self.context,
-        )
+        scale, sets = old_log_prob_temperature(batch, temperature), None if mask is None else mask.sets
+        norms = response_gradient_norms(batch, self.engine, scale, sets, self.context)
         valid = batch.valid
         mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
         return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
@@ -395,7 +395,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             max_response_tokens=max_response_tokens,
             skip=skip,
         )
-        output = self.update(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output = self.steps(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
@@ -407,4 +407,5 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """
         if self.spec.adapter is None:
             raise BadInput("save_adapter of an actor without one", "there is nothing to save", "use save_model")
-        return save_adapter(self.engine, path, self.context)
+        model: Any = self.engine.module.model
+        return self.write_together(path, self.engine.named_adapter(), lambda to, held: write_adapter(to, held, model))

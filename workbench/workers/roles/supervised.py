@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +19,9 @@ from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
 from workbench.support.validation import whole
-from workbench.workers.device_metrics import DeviceMetrics
-from workbench.workers.inference import each_response_token
-from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.readings import token_log_probs
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.passes import Term
 from workbench.workers.roles.trained import TrainedWorker, check_update
-from workbench.workers.update import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +74,7 @@ class SupervisedWorker(TrainedWorker):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-        return self.update(term, epochs=epochs)
+        return self.steps(term, epochs=epochs)
 
     def demonstrated_rows(self, batch: Shard, coefficient: float) -> tuple[Shard, Term]:
         """The rows of a shard without those that are `demonstrated`, as rows of another update; and for these the loss
@@ -126,8 +122,10 @@ class SupervisedWorker(TrainedWorker):
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
-        forward = partial(token_log_probs(1.0).of, self.engine)
-        log_probs = each_response_token(texts, forward, self.budget, self.context)
+        scatter = Scatter(texts.ragged("response_ids"))
+        for micro, (log_probs_N, _) in self.passes(texts, lambda micro: micro.scored(1.0)):
+            scatter.put(micro, log_probs_N)
+        log_probs = scatter.column()
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(
