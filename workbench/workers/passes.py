@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Term:
     many minibatches as those of the other terms.
     skip: rows of the shard that have no gradient, so that they only count in the denominators. Rows that are not valid
     count nowhere, and are left out too.
-    together: consecutive rows whose loss is one, see `micro_batches`.
+    together: consecutive rows whose loss is one, see `each_minibatch`.
     prepare: called with the minibatch's number before each of its optimizer steps, on every rank.
     """
 
@@ -183,7 +184,7 @@ class PassWorker(Worker):
     ) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch of a shard, and the output of `forward(**inputs(micro))`, without gradients.
 
-        forward: None: the engine's. together: see `micro_batches`. Between passes the stage reports its progress and
+        forward: None: the engine's. together: see `each_minibatch`. Between passes the stage reports its progress and
         may be stopped. Where a GPU has no memory for automatic micro-batches all are computed again with smaller ones,
         from the first, so that all rows are cut alike, as in an update: collect outputs by row, as `Scatter` does.
         """
@@ -191,8 +192,7 @@ class PassWorker(Worker):
             raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
         context, groups, forward = self.context, self.context.groups, forward or self.engine.forward
         while True:
-            micros = [micro for minibatch in self._cut(batch, together=together) for micro in minibatch]
-            done_tokens = 0
+            micros, done_tokens = list(chain(*self._cut(batch, together=together))), 0
             try:
                 for done, micro in enumerate(micros):
                     context.progress(done, len(micros), done_tokens)
@@ -208,7 +208,7 @@ class PassWorker(Worker):
                 self.budget.halve(error)
 
     def row_values(self, batch: Shard, reading: RowReading, *, together: int = 1) -> Tensor:
-        """The numbers of a reading, without gradients, fp32 [rows]. together: see `micro_batches`."""
+        """The numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""
         out = torch.zeros(len(batch))
         for micro, output in self.passes(batch, reading.inputs, together=together):
             if micro.weight:

@@ -40,13 +40,15 @@ from workbench.workers.worker import Context
 class PolicyTokens:
     """The loss of a `Term`: `function`, weighted by `weights`, with the entropy bonus and the KL penalty.
 
-    batch: the shard; `function` reads its columns. on_policy, entropy_coefficient, kl_coefficient, kl: see
-    `update_actor`. weights: of the correction, a number a response token. held_back: which tokens a covariance loss
-    holds back.
+    batch: the shard; `function` reads its columns. temperature: of log-probabilities. sets: the tokens that could be
+    drawn, of rollouts with a sampling mask. on_policy, entropy_coefficient, kl_coefficient, kl: see `update_actor`.
+    weights: of the correction, a number per response token. held_back: which tokens a covariance loss holds back.
     """
 
     batch: Shard
     function: TokenFunction
+    temperature: float
+    sets: Callable[[list[int]], TokenSets] | None
     on_policy: bool
     entropy_coefficient: float
     kl_coefficient: float
@@ -54,11 +56,9 @@ class PolicyTokens:
     weights: Ragged | None
     held_back: Ragged | None
 
-    def inputs(
-        self, micro: MicroBatch, temperature: float, sets: Callable[[list[int]], TokenSets] | None
-    ) -> Mapping[str, Any]:
-        """What the module is given. sets: the tokens that could be drawn, of rollouts with a sampling mask."""
-        return micro.scored(temperature, self._with_entropy, sets, with_hidden=self._reads_model)
+    def inputs(self, micro: MicroBatch) -> Mapping[str, Any]:
+        """What the module is given."""
+        return micro.scored(self.temperature, self._with_entropy, self.sets, with_hidden=self._reads_model)
 
     def __call__(self, micro: MicroBatch, output: tuple[Any, ...]) -> tuple[Tensor, DeviceMetrics]:
         """The loss [B, R] and metrics, from the module's log-probabilities, entropies and what else was asked for."""

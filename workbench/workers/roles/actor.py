@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
+from workbench.engines.training import Pass
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Max, Mean, Metrics
@@ -33,9 +35,8 @@ from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least, checked
-from workbench.workers.gradient_norms import response_gradient_norms
 from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
-from workbench.workers.micro_batches import Scatter
+from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
     Term,
@@ -274,7 +275,25 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """
         mask = SamplingMask.of(batch, self.spec, self.context)
         scale, sets = old_log_prob_temperature(batch, temperature), None if mask is None else mask.sets
-        norms = response_gradient_norms(batch, self.engine, scale, sets, self.context)
+        context, valid_mask, norms = self.context, batch.valid_mask, torch.zeros(len(batch))
+
+        def log_prob(micro: MicroBatch, output: tuple[Tensor, ...]) -> Tensor:
+            return torch.where(micro.mask_BR(valid_mask) > 0, micro.to_BR(output[0]), 0.0).sum()
+
+        # of one token: each row is alone
+        minibatches = each_minibatch(batch, 1, context.groups.data, context.device, skip=batch.invalid_rows)
+        micros, done_tokens = list(chain(*minibatches)), 0
+        for done, micro in enumerate(micros):
+            context.progress(done, len(micros), done_tokens)
+            context.stopping.point()
+            tokens = tokens_of(micro)
+            inputs, loss = micro.scored(scale, sets=sets), partial(log_prob, micro)
+            (norm,) = self.engine.gradient_norms(
+                [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.counts)]
+            )
+            if micro.weight:
+                norms[micro.index] = norm
+            done_tokens += tokens
         valid = batch.valid
         mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
         return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
@@ -375,6 +394,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         of_tokens = PolicyTokens(
             batch=batch,
             function=function,
+            temperature=scale,
+            sets=None if sampling_mask is None else sampling_mask.sets,
             on_policy=on_policy,
             entropy_coefficient=entropy_coefficient,
             kl_coefficient=kl_coefficient,
@@ -386,10 +407,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         # function may have one in any row
         every_row = bool(entropy_coefficient or kl_coefficient or callable(loss) or isinstance(loss, KLCov))
         skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), batch.valid_mask)
-        sets = None if sampling_mask is None else sampling_mask.sets
         main = Term(
             shard=batch,
-            inputs=lambda micro: of_tokens.inputs(micro, scale, sets),
+            inputs=of_tokens.inputs,
             loss=of_tokens,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,

@@ -20,7 +20,8 @@ from workbench.workers.passes import PassWorker, RowReading, Term
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 REFERENCE_COLUMNS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
 
-PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics]]
+# (values of the chosen answers, of the rejected ones, numbers of the pairs) -> (loss [P], metrics, and more)
+PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics, *tuple[Any, ...]]]
 
 
 def as_rows(batch: Shard) -> Shard:
@@ -52,12 +53,11 @@ def last_tokens(answers: Ragged) -> Ragged:
 
 
 def pair_term(batch: Shard, reading: RowReading, loss: PairLoss) -> Term:
-    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of the rows' values, -> [P] and metrics.
-    pairs: their numbers in the shard."""
+    """The mean of a loss over pairs. reading: the values that it is of."""
 
     def each(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
         values_B = reading.values(micro, output)
-        loss_P, metrics = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
+        loss_P, metrics, *_ = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
         return loss_BR, metrics if micro.weight else {}
 

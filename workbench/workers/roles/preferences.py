@@ -158,10 +158,7 @@ class PreferenceWorker(TrainedWorker):
         return self._update_on_pairs(PairLosses(batch, "orpo", beta), batch, epochs)
 
     def _update_on_pairs(self, losses: PairLosses, batch: Shard, epochs: int) -> Output:
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
-            return losses(chosen_P, rejected_P, pairs)[:2]
-
-        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, loss), epochs=epochs)
+        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, losses), epochs=epochs)
 
     @register(
         THREE_D_PROTO,

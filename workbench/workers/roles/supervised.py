@@ -36,6 +36,17 @@ def _as_responses(batch: Shard, documents: Ragged) -> Shard:
     return replace(batch, columns={"prompt_ids": first, "response_ids": rest, "response_mask": mask})
 
 
+def _text_term(texts: Shard, coefficient: float, metric: str) -> Term:
+    """-log pi of a shard's response tokens, as a term of another update. metric: the name of its mean."""
+
+    def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
+        loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(term.mask)
+        return coefficient * loss_BR, {metric: micro.mean_over(mask_BR)(loss_BR)}
+
+    term = Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
+    return term
+
+
 class SupervisedWorker(TrainedWorker):
     """A trained causal language model that learns from data that it did not sample."""
 
@@ -84,24 +95,11 @@ class SupervisedWorker(TrainedWorker):
         others, demonstrated = (
             replace(batch, columns={**batch.columns, "valid": counts & here}) for here in (~shown, shown)
         )
-        mask = demonstrated.valid_mask
-
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
-            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            return coefficient * loss_BR, {"sft_loss": micro.mean_over(mask_BR)(loss_BR)}
-
-        return others, Term(shard=demonstrated, inputs=lambda micro: micro.scored(1.0), loss=loss)
+        return others, _text_term(demonstrated, coefficient, "sft_loss")
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
         """The language-model loss on `pretrain_ids`, as a term of another update."""
-        texts = _as_responses(batch, batch.ragged("pretrain_ids"))
-        mask = texts.ragged("response_mask")
-
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
-            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            return coefficient * loss_BR, {"pretrain_loss": micro.mean_over(mask_BR)(loss_BR)}
-
-        return Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
+        return _text_term(_as_responses(batch, batch.ragged("pretrain_ids")), coefficient, "pretrain_loss")
 
     @register(
         THREE_D_PROTO,
