@@ -27,7 +27,7 @@ from workbench.objectives.kl import kl_loss
 from workbench.objectives.losses import policy_loss, value_loss
 from workbench.objectives.macro_actions import macro_gae
 from workbench.objectives.turns import turn_gae, turn_reinforce
-from workbench.workers import advantages, policy_tokens, rollout_weights
+from workbench.workers import advantages, policy_tokens
 from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.roles import actor as actor_role
 from workbench.workers.roles import critic as critic_role
@@ -195,7 +195,7 @@ def test_a_loss_of_another_formula(
 
 
 def test_a_correction_upside_down(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_weights, "correct", lambda old, rollout, mask, *how: correct(rollout, old, mask, *how))
+    monkeypatch.setattr(policy_tokens, "correct", lambda old, rollout, mask, *how: correct(rollout, old, mask, *how))
     report = lab.check("losses")
     assert failed(report) == {"losses"}
     assert report["losses"].culprit.startswith("actor, ")
@@ -349,7 +349,7 @@ def test_a_workbench_without_an_actor(tmp_path: Path) -> None:
 
 def test_a_mean_of_micro_batch_means(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     critic = worker(lab, "critic")
-    update = critic.update
+    steps = critic.steps
 
     def mean_of_means(term: Any, **arguments: Any) -> Any:
         mask = term.shard.ragged("response_mask")
@@ -363,9 +363,9 @@ def test_a_mean_of_micro_batch_means(lab: wb.Workbench, monkeypatch: pytest.Monk
             mine = denominator(micro.mask_BR(mask), term.aggregation)
             return loss_BR * float(divisor / (count * mine)), metrics
 
-        return update(replace(term, loss=loss), **arguments)
+        return steps(replace(term, loss=loss), **arguments)
 
-    monkeypatch.setattr(critic, "update", mean_of_means)
+    monkeypatch.setattr(critic, "steps", mean_of_means)
     report = lab.check("ratio", "masks", "denominators", "gradients")
     assert failed(report) == {"denominators"}
     assert report["denominators"].culprit.startswith("critic: the ")

@@ -15,8 +15,8 @@ from workbench.messages.metrics import as_metrics
 from workbench.messages.replies import Output
 from workbench.objectives.aggregation import denominator
 from workbench.workers.micro_batches import minibatch_indices
+from workbench.workers.passes import Term
 from workbench.workers.roles.actor import ActorWorker
-from workbench.workers.update import Term
 from workbench.workers.worker import Context
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -60,9 +60,9 @@ def test_a_healthy_system_passes_all_checks(tmp_path: Path) -> None:
 class Lazy(ActorWorker):
     """Rank 1 takes part in every update and keeps its old weights."""
 
-    def update(self, *terms: Any, **arguments: Any) -> Output:
+    def steps(self, *terms: Any, **arguments: Any) -> Output:
         before = self.engine.state_dict()
-        output = super().update(*terms, **arguments)
+        output = super().steps(*terms, **arguments)
         if self.context.host.rank == 1 and as_metrics(output.metrics)["optimizer_steps"].value > before["steps"]:
             self.engine.load_state_dict(before)
         return output
@@ -91,8 +91,8 @@ class MeanOfMeans(Term):
 
 
 class OwnDenominator(ActorWorker):
-    def update(self, *terms: Term, **arguments: Any) -> Output:
-        return super().update(*(MeanOfMeans(**vars(term)) for term in terms), **arguments)
+    def steps(self, *terms: Term, **arguments: Any) -> Output:
+        return super().steps(*(MeanOfMeans(**vars(term)) for term in terms), **arguments)
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ from workbench.batches.columns import Ragged
 from workbench.errors import StageError
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.workers.finite import first_not_finite
+from workbench.workers.hints import first_not_finite
 from workbench.workers.roles import RewardWorker
 
 

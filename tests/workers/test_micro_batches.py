@@ -18,7 +18,7 @@ from workbench.messages.shards import Shard
 from workbench.objectives.aggregation import aggregate, denominator
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
-from workbench.workers.micro_batches import MicroBatch, Scatter, cut, each_minibatch
+from workbench.workers.micro_batches import MicroBatch, Scatter, cut, each_minibatch, split
 
 ALONE = Communicator(0, 1, Recorder())
 
@@ -28,7 +28,7 @@ def test_every_row_once_within_the_budget(lengths: list[int], budget: int, least
     def at(group: list[int]) -> list[int]:
         return [lengths[i] for i in group]
 
-    groups = cut(lengths, budget, least, padded=padded)
+    groups = split(cut(lengths, budget, padded=padded), least)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(len(g) == 1 or (len(g) * max(n) if padded else sum(n)) <= budget for g in groups if (n := at(g)))
     assert len(groups) >= min(least, len(lengths))
@@ -48,10 +48,10 @@ def test_each_row_goes_into_the_first_micro_batch_with_room(lengths: list[int], 
 
 
 def test_the_largest_micro_batch_is_halved_in_its_place() -> None:
-    assert cut([5, 1, 1, 1, 1], 5, 2) == [[0], [1, 2, 3, 4]]
-    assert cut([5, 1, 1, 1, 1], 5, 3) == [[0], [1, 2], [3, 4]]
-    assert cut([5, 1, 1, 1, 1], 5, 4) == [[0], [1], [2], [3, 4]]
-    assert cut([2, 2], 5, 3) == [[0], [1]]
+    assert cut([5, 1, 1, 1, 1], 5) == [[0], [1, 2, 3, 4]]
+    assert split([[0], [1, 2, 3, 4]], 3) == [[0], [1, 2], [3, 4]]
+    assert split([[0], [1, 2, 3, 4]], 4) == [[0], [1], [2], [3, 4]]
+    assert split([[0, 1]], 3) == [[0], [1]]
 
 
 def test_many_rows_are_cut_and_taken_in_time_for_their_number() -> None:

@@ -25,7 +25,7 @@ from workbench.models.heads import ChosenLogProbs, TokenLogProbs
 from workbench.models.token_sets import TokenSets
 from workbench.placement import Layout
 from workbench.settings.engines import check_mask
-from workbench.workers.micro_batches import micro_batches
+from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
 
 SAMPLED = {"top_p": 0.9, "temperature": 0.8, "max_new_tokens": 64, "seed": 3, "keep_mask": True}
@@ -288,7 +288,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     worker_module = TokenLogProbs(load_causal_lm(TINY)).double()
     shard = masked_shard([0, 1])
     mask = SamplingMask(shard.ragged(MASK_COLUMNS[0]), shard.ragged(MASK_COLUMNS[1]))
-    (micro,) = micro_batches(shard, [0, 1], 1000, Alone(), torch.device("cpu"))
+    ((micro,),) = each_minibatch(shard, 1000, Alone(), torch.device("cpu"))
 
     def objective() -> torch.Tensor:
         log_probs, entropy = worker_module(**micro.scored(0.7, with_entropy=True, sets=mask.sets))

@@ -16,9 +16,9 @@ from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement.room import MOST_TOKENS, Room
 from workbench.settings.engines import Training
+from workbench.workers.passes import TokenBudget
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.reference import ReferenceWorker
-from workbench.workers.token_budget import TokenBudget
 
 MB = 10**6
 TRAINING = Training(engine="torch", minibatches=2)
@@ -106,7 +106,7 @@ def automatic(tokens: int) -> Any:
 
 
 def test_a_step_without_memory_begins_anew_with_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.workers.token_budget.TOKENS_STEP", 16)
+    monkeypatch.setattr("workbench.workers.passes.TOKENS_STEP", 16)
     plain, failed = updated(worker_with(None, tokens=64)), list[int]()
     worker = automatic(128)
     fails_above(worker, 64, failed)
@@ -118,7 +118,7 @@ def test_a_step_without_memory_begins_anew_with_half_as_many(monkeypatch: pytest
 
 
 def test_scoring_without_memory_begins_anew_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.workers.token_budget.TOKENS_STEP", 16)
+    monkeypatch.setattr("workbench.workers.passes.TOKENS_STEP", 16)
     expected = worker_with(None, tokens=64).compute_log_prob(shard_of(24))
     worker, failed = automatic(256), list[int]()
     fails_above(worker, 64, failed)

@@ -25,8 +25,7 @@ from workbench.messages.metrics import Mean
 from workbench.messages.shards import Shard
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
-from workbench.workers.device_metrics import on_host
-from workbench.workers.micro_batches import micro_batches
+from workbench.workers.micro_batches import each_minibatch, on_host
 from workbench.workers.user_loss import reported
 
 ENGINES = ("torch", "zero1", "zero2")
@@ -215,8 +214,8 @@ def test_the_rehearsal_takes_rows_with_a_token(lab: wb.Workbench) -> None:
 
 def test_a_metric_of_rows_in_a_pass_that_only_keeps_in_step() -> None:
     values = torch.tensor([float("nan")])
-    shard = Shard(columns=table(), rows=np.arange(8), minibatch_sizes=(8,), meta={})
-    (micro,) = micro_batches(shard, [0, 1], 100, Communicator(0, 1, Recorder()), torch.device("cpu"), skip={0, 1})
+    shard = Shard(columns=table(), rows=np.arange(8), minibatch_sizes=(2, 6), meta={})
+    (micro,), _ = each_minibatch(shard, 100, Communicator(0, 1, Recorder()), torch.device("cpu"), skip={0, 1})
     read = on_host([{"length": reported(micro, values, micro.mask_BR(shard.valid_mask))}])
     assert read[0]["length"] == Mean(total=0.0, count=0.0)
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -20,6 +21,7 @@ from workbench.backends.nodes import nodes_of_pools
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
+from workbench.support.files import open_to_append, private_folder
 from workbench.support.machine import Process, end
 
 GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
@@ -110,13 +112,30 @@ class _Peers:
         return RayPending(ray, self._handles[host].data.remote(method, *args), host).result()
 
 
+def send_output_to(path: str) -> None:
+    """Append this process's stdout and stderr, those of its C++ libraries included, to a file: the notebook stays
+    quiet."""
+    logs = Path(path).parent
+    private_folder(logs.parent)  # the run folder
+    private_folder(logs)
+    file = open_to_append(Path(path))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # Ray wraps these two; plain ones write straight to the file
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
 def _actor_class(ray: Any) -> Any:
     class HostActor:
         """A thin shell: what it runs is looked up by name on the `Host` at call time."""
 
         def __init__(self, info: HostInfo, asked_s: float) -> None:
+            from workbench.backends.ray import send_output_to
             from workbench.workers.host import Host
-            from workbench.workers.logs import send_output_to
 
             if info.log_path:
                 send_output_to(info.log_path)

@@ -18,7 +18,7 @@ from workbench.batches.columns import Ragged, Table
 from workbench.checks.made_up import made_up
 from workbench.workers.roles.actor import OF_TOKENS, OWN_METRICS, WITH_GRADIENT
 from workbench.workers.token_logits import OF_MODEL
-from workbench.workers.user_loss import Asked, UserFunction, called, checked_loss, selected
+from workbench.workers.user_loss import Asked, UserFunction, checked_loss, selected
 
 LOG_PROBS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")  # of other policies than the one that is trained
 PADDING = 3  # tokens
@@ -140,7 +140,7 @@ class Point:
             of_model = {name: leaves[name] for name in OF_MODEL if name in leaves}
             given = {**leaves, **made_up(of_model, self.sizes, self.numbers, self.inside_BT)}
             with held or nullcontext():
-                returned = called(self.function, {**self._copies(), **given})
+                returned = self._call({**self._copies(), **given})
             shape = self.inside_BT.shape
             loss_BT, _ = checked_loss("loss", self.function, returned, shape, OWN_METRICS, OF_TOKENS)
         return loss_BT, leaves
@@ -152,10 +152,13 @@ class Point:
         of_model = {name: leaves[name] for name in OF_MODEL if name in leaves}
         with torch.enable_grad():
             made = made_up(of_model, self.sizes, self.numbers, self.inside_BT)
-            called(self.function, {**copies, **leaves, **made})
+            self._call({**copies, **leaves, **made})
         before = {**self.values, "mask": self.inside_BT}
         changed = (name for name, x in copies.items() if isinstance(x, Tensor) and name not in leaves)
         return [name for name in changed if not torch.equal(copies[name].nan_to_num(), before[name].nan_to_num())]
+
+    def _call(self, values: Mapping[str, Any]) -> Any:
+        return self.function(**{name: values[name] for name in Asked.by(self.function).names if name in values})
 
     def _copies(self) -> dict[str, Any]:
         """What it asks for, so that nothing is lost where it writes into that."""

@@ -15,8 +15,7 @@ from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.settings.precision import ALL_TOKENS, MERGED, PRECISIONS, Precision
 from workbench.stages.isolated import isolated
-from workbench.workers.inference import TRUNCATION
-from workbench.workers.sampling_mask import MASK_COLUMNS
+from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,6 @@ from workbench.support.validation import one_of
 from workbench.telemetry.sinks import TrackedRun
 from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.telemetry.store import TelemetryStore
-from workbench.workers.logs import tail
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -226,4 +225,6 @@ class History:
         for info in self._hosts.infos:
             if pool in (None, info.pool) and rank in (None, info.rank) and info.log_path:
                 print(f"--- {info.name}: {info.log_path}")
-                print(tail(Path(info.log_path), lines))
+                path = Path(info.log_path)
+                written = path.read_text(errors="replace") if path.exists() else ""
+                print("\n".join(written.splitlines()[-lines:]))

@@ -25,7 +25,7 @@ from workbench.stages.ownership import Ownership
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import TelemetryStore
 from workbench.telemetry.transfer_sums import MOVES
-from workbench.workers.transfer_probe import PROBE_BYTES, timed_bytes_s
+from workbench.workers.weight_intake import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -45,8 +45,7 @@ from workbench.support.seeds import derive_seed
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_rewards import check_groups, over_steps
 from workbench.workers.sampling_mask import check_correctable
-from workbench.workers.signals import REWARD, Signal
-from workbench.workers.user_estimator import estimated, reads_greedy
+from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_greedy
 from workbench.workers.user_loss import UserFunction
 
 Estimator = Literal[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +89,31 @@ class Communicator:
     def gathered(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks as one, in rank order, along the first axis."""
         return torch.cat(self.all_gather(tensor))
+
+    def shared_by_group(self, size: int, make: Callable[[], list[Any]]) -> list[Any]:
+        """The lists that `make` gives on the `size` consecutive ranks of this tensor group, end to end, in rank order.
+
+        All ranks of the pool call it at the same time. Where `make` raises on one of them all raise that error, so that
+        none waits for a rank that gave up.
+        """
+        if size == 1:
+            return make()
+        mine: list[Any] | Exception
+        try:
+            mine = make()
+        except Exception as error:
+            mine = error
+        packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        parts = [mine if rank == self.rank else pickle.loads(part.numpy().tobytes())
+                 for rank, part in enumerate(self.all_gather(packed))]  # fmt: skip
+        whole: list[Any] = []
+        first = self.rank - self.rank % size
+        for rank, part in enumerate(parts):
+            if isinstance(part, Exception):
+                raise mine if isinstance(mine, Exception) else part  # a rank's own error has its cause and frames
+            if first <= rank < first + size:
+                whole += part
+        return whole
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`, in place."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,23 +25,21 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
-from workbench.support.machine import return_freed_memory
+from workbench.support.machine import available_bytes, own_gpu_bytes, return_freed_memory, total_bytes
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
-from workbench.workers.finite import require_finite
-from workbench.workers.host_description import describe_process, describe_roles
+from workbench.workers.hints import remedy_for, require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.process_groups import join_pool, open_store
 from workbench.workers.reload.patching import Models, Patch, Patched
 from workbench.workers.reload.sources import SourceFile, loaded
-from workbench.workers.remedies import remedy_for
 from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import RankState, Received, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
-from workbench.workers.transfer_probe import probe
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
+from workbench.workers.weight_intake import probe
 from workbench.workers.worker import Context, Worker
 
 
@@ -384,15 +384,34 @@ class Host(Shards):
         return (": ".join(filter(None, (self._busy, self.recorder.doing))), *self._progress)
 
     def describe(self) -> dict[str, Any]:
+        """The process, its machine and its device; layouts, bytes and settings of roles, and which of their optimizers
+        have taken a step."""
+        import psutil
+
         return_freed_memory()  # an iteration asks once
+        info, on_gpu = self.info, self.info.device.startswith("cuda")
+        engines = {role: getattr(worker, "engine", None) for role, worker in self.workers.items()}
         return {
-            **describe_process(self.info),
+            "host": info.name,
+            "pool": info.pool,
+            "rank": info.rank,
+            "device": info.device,
+            "process": os.getpid(),
+            "machine": socket.gethostname(),
+            "available_bytes": available_bytes(),
+            "machine_bytes": total_bytes(),
+            "device_bytes": own_gpu_bytes() if on_gpu else None,
+            "device_used_bytes": _used_gpu_bytes() if on_gpu else None,
+            "threads": info.threads,
+            "resident_bytes": psutil.Process().memory_info().rss,
             "start_s": self._start_s,
             "load_s": self._load_s,
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
-            **describe_roles(self.workers),
+            "moments": [role for role, engine in engines.items() if engine is not None and engine.has_moments],
+            "layouts": {role: worker.layout for role, worker in self.workers.items()},
+            "roles": {role: {**worker.describe(), **worker.memory_bytes()} for role, worker in self.workers.items()},
         }
 
     def close(self) -> None:
@@ -402,3 +421,9 @@ class Host(Shards):
             worker.context.calls.close()
         self.workers.clear()
         self._shards.clear()
+
+
+def _used_gpu_bytes() -> int:
+    """What all processes together hold of this process's GPU, contexts and caches included."""
+    free, total = torch.cuda.mem_get_info(0)
+    return int(total - free)

@@ -1,4 +1,4 @@
-"""Rows of varying length into micro-batches without padding, the same way for every stage.
+"""Rows of varying length into micro-batches without padding, the same way for every stage; what is collected of them.
 
 Shape legend: B rows, T tokens of their prompts (each once) and responses end to end, R response tokens of the longest
 row, N response tokens in all.
@@ -19,17 +19,15 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.batches.contexts import contexts_of
 from workbench.engines.training.groups import Collectives
-from workbench.messages.metrics import Max, Mean
+from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
 from workbench.models.token_sets import TokenSets
-from workbench.workers.device_metrics import OnDevice
 
 
 def cut(
     lengths: Sequence[int],
     budget_tokens: int,
-    least: int = 0,
     *,
     padded: bool = False,
     prompts: Sequence[tuple[int, int]] = (),
@@ -39,8 +37,7 @@ def cut(
     The longest rows first, each into the first micro-batch that has room for it. padded: for a model that cannot run
     packed sequences; a micro-batch counts as rows x longest, and its rows are next to each other in length. prompts: of
     each row the number of its prompt, and its tokens: rows of one prompt go in one after another, and a micro-batch
-    that has the prompt needs room only for the rest of a row. Empty: each row has a prompt of its own. At least `least`
-    micro-batches where there are rows enough, so that ranks that step together have equally many.
+    that has the prompt needs room only for the rest of a row. Empty: each row has a prompt of its own.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -49,7 +46,7 @@ def cut(
             if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > budget_tokens:
                 groups.append([])
             groups[-1].append(i)
-        return _split(groups, least)
+        return groups
     of_prompt: dict[int, list[int]] = {}
     for i in order:
         of_prompt.setdefault(prompts[i][0] if prompts else i, []).append(i)
@@ -64,11 +61,12 @@ def cut(
                     groups.append([])
             groups[here].append(i)
             rooms[here] -= rest
-    return _split(groups, least)
+    return groups
 
 
-def _split(groups: list[list[int]], least: int) -> list[list[int]]:
-    """The groups; the largest is halved in its place until there are `least`, or none has two rows."""
+def split(groups: list[list[int]], least: int) -> list[list[int]]:
+    """The groups; the largest is halved in its place until there are `least`, or none has two rows: ranks that step
+    together have equally many."""
     while groups and len(groups) < least:
         i = max(range(len(groups)), key=lambda i: len(groups[i]))
         rows = groups[i]
@@ -83,10 +81,9 @@ class MicroBatch:
     """One forward pass: `inputs` of the modules in `workbench.models.heads`, one target a response token.
 
     Rows of the same prompt share it: the prompt is a sequence, and each response continues it, up to its second
-    context if it has one (see `CONTEXT_STARTS`). index: its rows in the
-    shard. weight: 0.0 for a pass that only keeps in step with other ranks. last: [B], the position of each row's last
-    token among the T. tokens: of its rows, each with its prompt. response_rows, response_times [N]: the place of token
-    n in a [B, R] tensor of the responses.
+    context if it has one (see `CONTEXT_STARTS`). index: its rows in the shard. weight: 0.0 for a pass that only keeps
+    in step with other ranks. last: [B], the position of each row's last token among the T. tokens: of its rows, each
+    with its prompt. response_rows, response_times [N]: the place of token n in a [B, R] tensor of the responses.
     """
 
     index: list[int]
@@ -134,14 +131,8 @@ class MicroBatch:
         )
 
 
-def largest(x: Tensor) -> OnDevice:
-    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
-    return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})
-
-
-def micro_batches(
+def each_minibatch(
     shard: Shard,
-    rows: Sequence[int],
     budget_tokens: int,
     data: Collectives,
     device: torch.device,
@@ -149,87 +140,56 @@ def micro_batches(
     padded: bool = False,
     skip: Collection[int] = (),
     together: int = 1,
-) -> list[MicroBatch]:
-    """The micro-batches of some rows of a shard (at least one), equally many on every data-parallel rank.
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each minibatch of a shard: at least one, and equally many on every data-parallel rank.
 
     skip: rows to leave out. together: consecutive rows that stay side by side in one micro-batch, such as the 2 answers
     of a pair. A rank with too few micro-batches repeats its shortest rows, whose tokens count for nothing.
     """
     prompts, responses = shard.ragged("prompt_ids").rows(), shard.ragged("response_ids").rows()
     contexts = contexts_of(shard.columns)
-    numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
-    prompt_of = {
-        row: row if padded else numbers.setdefault(prompts[row].numpy().tobytes(), len(numbers)) for row in rows
-    }
-    units = [list(rows[i : i + together]) for i in range(0, len(rows), together)]
+    minibatches = []
+    for rows in minibatch_indices(shard.minibatch_sizes):
+        numbers: dict[bytes, int] = {}  # of prompts; rows that run padded share none
+        prompt_of = {
+            row: row if padded else numbers.setdefault(prompts[row].numpy().tobytes(), len(numbers)) for row in rows
+        }
 
-    def prompts_of(unit: Sequence[int]) -> dict[int, int]:
-        return {prompt_of[row]: len(prompts[row]) for row in unit}
+        def length(unit: Sequence[int], prompt_of: Mapping[int, int] = prompt_of) -> int:
+            if padded:
+                return len(unit) * max(len(prompts[row]) + len(responses[row]) for row in unit)
+            different = {prompt_of[row]: len(prompts[row]) for row in unit}
+            return sum(different.values()) + sum(len(responses[row]) for row in unit)
 
-    def length(unit: Sequence[int]) -> int:
-        if padded:
-            return len(unit) * max(len(prompts[row]) + len(responses[row]) for row in unit)
-        return sum(prompts_of(unit).values()) + sum(len(responses[row]) for row in unit)
-
-    kept = [unit for unit in units if any(row not in skip for row in unit)]
-    lengths = [length(unit) for unit in kept]
-    first = [next(iter(prompts_of(unit).items())) for unit in kept]
-    here = len(cut(lengths, budget_tokens, padded=padded, prompts=first))
-    most = max(1, int(data.all_reduce_max(torch.tensor([here])).item()))
-    groups = cut(lengths, budget_tokens, most, padded=padded, prompts=first)
-    build = partial(_build, prompts=prompts, responses=responses, prompt_of=prompt_of, contexts=contexts, device=device)
-    out = [build([row for u in group for row in kept[u]], weight=1.0) for group in groups]
-    filler = [build(min(units, key=length), weight=0.0)] if len(out) < most else []
-    return out + filler * (most - len(out))
+        units = [rows[i : i + together] for i in range(0, len(rows), together)]
+        kept = [unit for unit in units if any(row not in skip for row in unit)]
+        first = [(prompt_of[unit[0]], len(prompts[unit[0]])) for unit in kept]
+        groups = cut([length(unit) for unit in kept], budget_tokens, padded=padded, prompts=first)
+        most = max(1, int(data.all_reduce_max(torch.tensor([len(groups)])).item()))
+        groups = split(groups, most)
+        build = partial(_build, prompts, responses, prompt_of, contexts, device)
+        micros = [build([row for u in group for row in kept[u]], weight=1.0) for group in groups]
+        if len(micros) < most:
+            micros += [build(min(units, key=length), weight=0.0)] * (most - len(micros))
+        minibatches.append(micros)
+    return minibatches
 
 
 def _build(
-    index: list[int],
-    *,
     prompts: list[Tensor],
     responses: list[Tensor],
     prompt_of: Mapping[int, int],
     contexts: Mapping[int, list[int]],
     device: torch.device,
+    index: list[int],
     weight: float,
 ) -> MicroBatch:
-    sequences, after, ends, starts = _sequences(index, prompts, responses, prompt_of, contexts)
-    counts = torch.tensor([len(responses[i]) for i in index])
-    rows_N = torch.repeat_interleave(torch.arange(len(index)), counts)
-    times_N = torch.cat([torch.arange(int(n)) for n in counts])
-    # the hidden state one token earlier predicts the token, and is the state that the critic values
-    positions_N = torch.where(times_N > 0, starts[rows_N] + times_N - 1, ends[rows_N])
-    inputs = {
-        "input_ids": to_device(torch.cat(sequences).long(), device),
-        "lengths": tuple(map(len, sequences)),
-        "after": after,
-        "positions": to_device(positions_N, device),
-    }
-    return MicroBatch(
-        index=index,
-        inputs=inputs,
-        targets=to_device(torch.cat([responses[i] for i in index]), device),
-        last=to_device(torch.where(counts > 0, starts + counts - 1, ends), device),
-        tokens=sum(len(prompts[i]) + len(responses[i]) for i in index),
-        response_rows=to_device(rows_N, device),
-        response_times=to_device(times_N, device),
-        longest=int(counts.max()),
-        weight=weight,
-    )
-
-
-def _sequences(
-    index: list[int],
-    prompts: list[Tensor],
-    responses: list[Tensor],
-    prompt_of: Mapping[int, int],
-    contexts: Mapping[int, list[int]],
-) -> tuple[list[Tensor], tuple[int, ...], Tensor, Tensor]:
-    """(sequences; for each the sequence that it continues, or -1; for each row the position of its prompt's last token,
-    and that of its response's first): the prompt of several rows stands before the first of their responses, and a
-    further context of a response is a sequence that continues none. contexts: see `contexts_of`."""
+    """The micro-batch of some rows. A prompt of several rows stands before the first of their responses; a further
+    context of a response is a sequence that continues none, see `contexts_of`."""
     rows_of = Counter(prompt_of[i] for i in index)
     sequences: list[Tensor] = []
+    # of each sequence the one that it continues, or -1; of each row the positions of its prompt's last token and of its
+    # response's first
     after, ends, starts, tokens = [], [], [], 0
     known: dict[int, tuple[int, int]] = {}  # of a shared prompt: the number of its sequence, and of its last token
     for i in index:
@@ -255,7 +215,29 @@ def _sequences(
         ends.append(end)
         starts.append(tokens)
         tokens += len(whole)
-    return sequences, tuple(after) if known else (), torch.tensor(ends), torch.tensor(starts)
+    ends_B, starts_B = torch.tensor(ends), torch.tensor(starts)
+    counts_B = torch.tensor([len(responses[i]) for i in index])
+    rows_N = torch.repeat_interleave(torch.arange(len(index)), counts_B)
+    times_N = torch.cat([torch.arange(int(n)) for n in counts_B])
+    # the hidden state one token earlier predicts the token, and is the state that the critic values
+    positions_N = torch.where(times_N > 0, starts_B[rows_N] + times_N - 1, ends_B[rows_N])
+    inputs = {
+        "input_ids": to_device(torch.cat(sequences).long(), device),
+        "lengths": tuple(map(len, sequences)),
+        "after": tuple(after) if known else (),
+        "positions": to_device(positions_N, device),
+    }
+    return MicroBatch(
+        index=index,
+        inputs=inputs,
+        targets=to_device(torch.cat([responses[i] for i in index]), device),
+        last=to_device(torch.where(counts_B > 0, starts_B + counts_B - 1, ends_B), device),
+        tokens=sum(len(prompts[i]) + len(responses[i]) for i in index),
+        response_rows=to_device(rows_N, device),
+        response_times=to_device(times_N, device),
+        longest=int(counts_B.max()),
+        weight=weight,
+    )
 
 
 class Scatter:
@@ -285,22 +267,37 @@ def minibatch_indices(sizes: Sequence[int]) -> Iterator[list[int]]:
         start += size
 
 
-def each_minibatch(
-    shard: Shard,
-    budget_tokens: int,
-    data: Collectives,
-    device: torch.device,
-    *,
-    padded: bool = False,
-    skip: Collection[int] = (),
-    together: int = 1,
-) -> list[list[MicroBatch]]:
-    return [
-        micro_batches(shard, rows, budget_tokens, data, device, padded=padded, skip=skip, together=together)
-        for rows in minibatch_indices(shard.minibatch_sizes)
-    ]
-
-
 def tokens_of(micro: MicroBatch) -> int:
     """Tokens of a micro-batch; 0 of one that only keeps in step."""
     return micro.tokens if micro.weight else 0
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A metric some of whose numbers, by field, are still on the device that computes them. Reading them one by one
+    would wait for the device each time: `on_host` brings many at once."""
+
+    kind: type[Mean] | type[Max]
+    numbers: Mapping[str, Tensor | float]
+
+
+DeviceMetrics = Mapping[str, Metric | OnDevice]
+
+
+def on_host(reported: Sequence[DeviceMetrics]) -> list[Metrics]:
+    """The same metrics with all their numbers on the host, in one transfer."""
+    waiting = [metric for metrics in reported for metric in metrics.values() if isinstance(metric, OnDevice)]
+    tensors = [n.detach().double() for metric in waiting for n in metric.numbers.values() if isinstance(n, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+
+    def brought(metric: Metric | OnDevice) -> Metric:
+        if not isinstance(metric, OnDevice):
+            return metric
+        return metric.kind(**{k: next(values) if isinstance(n, Tensor) else n for k, n in metric.numbers.items()})
+
+    return [{name: brought(metric) for name, metric in metrics.items()} for metrics in reported]
+
+
+def largest(x: Tensor) -> OnDevice:
+    """The largest of numbers that are at least 0; of none, as in rows without a token, 0."""
+    return OnDevice(Max, {"value": x.max() if x.numel() else x.new_zeros(())})

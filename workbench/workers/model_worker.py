@@ -5,38 +5,36 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.engines.training import TrainingEngine, make_training_engine
+from workbench.engines.training import make_training_engine
 from workbench.engines.training.base import transformers_names
+from workbench.errors import BadInput, StageError, WriteFailed
+from workbench.errors.plain_text import said
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
-from workbench.messages.replies import Output
 from workbench.models.compiling import compile_layers
-from workbench.models.heads import PackedModule, TokenLogProbs
+from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
+from workbench.models.saving import level_outside, write_model
 from workbench.models.spec import Model
 from workbench.settings.engines import Training
-from workbench.workers.token_budget import TokenBudget
-from workbench.workers.update import Term, Update
-from workbench.workers.worker import Worker
+from workbench.support.files import new_or_empty, path_of
+from workbench.workers.passes import PassWorker, TokenBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Result = TypeVar("Result")
 
-class ModelWorker(Worker):
-    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it.
 
-    budget: of tokens of its micro-batches.
-    """
-
-    engine: TrainingEngine | None = None
-    budget: TokenBudget
+class ModelWorker(PassWorker):
+    """Base of the roles that have a model in an engine; `engine` is None where a function stands in for it."""
 
     def hold(self, module: PackedModule, *, trained: bool) -> None:
         """Put a model into an engine of its own, with an optimizer where it is trained."""
@@ -58,19 +56,6 @@ class ModelWorker(Worker):
         if self.engine is None:
             return super().describe()
         return {**super().describe(), "sequences": self._sequences, "micro_batch_tokens": self.budget.known}
-
-    def update(self, *terms: Term, epochs: int, rate_scales: Sequence[float] = ()) -> Output:
-        """One optimizer step a minibatch and epoch, on the sum of the terms, see `Update`."""
-        assert self.engine is not None
-        update = Update(
-            engine=self.engine,
-            budget=self.budget,
-            context=self.context,
-            terms=terms,
-            epochs=epochs,
-            rate_scales=rate_scales,
-        )
-        return update.run()
 
     def trained_state(self) -> dict[str, Any]:
         """The state of a trained engine, and of the process's random generators."""
@@ -106,6 +91,62 @@ class ModelWorker(Worker):
     def load(self, *, generates: bool = False) -> None:
         if self.engine is not None:
             self.engine.load("parameters")  # gradients and optimizer come with the first step
+
+    def write_weights(self, path: str | Path, card: str, shard_gb: float) -> str:
+        """Write the engine's weights to a folder, see the operation `save_model`. Its absolute path.
+
+        Raises `BadInput`, on all ranks, where the folder holds something, and `WriteFailed` where writing fails.
+        """
+        assert self.engine is not None and self.spec.name is not None
+        module, name = self.engine.module, self.spec.name
+
+        def write(folder: Path, weights: dict[str, Tensor]) -> None:
+            scalar = isinstance(module, TokenValues)
+            if isinstance(module, TokenValues):
+                bias = weights["score.bias"]
+                weights["score.bias"] = (bias.float() - module.shift).to(bias.dtype)
+            write_model(folder, weights, name, scalar_head=scalar, card=card, shard_gb=shard_gb)
+            if scalar and float(weights["score.bias"]):
+                print(f"{folder}: {level_outside(float(weights['score.bias']))}")
+
+        return self.write_together(path, self.engine.named_weights(), write)
+
+    def write_together(
+        self,
+        path: str | Path,
+        tensors: Iterator[tuple[str, Tensor]],
+        write: Callable[[Path, dict[str, Tensor]], None],
+    ) -> str:
+        """`write(folder, tensors)` on the first rank, with copies on its CPU; the absolute path of the folder. Raises
+        as `write_weights`."""
+        folder, first = Path(self.context.folder, path_of(path, "path")), self.context.communicator.rank == 0
+        folder = Path(self._on_first_rank(lambda: str(new_or_empty(folder)), folder))
+        copies = {}
+        for name, tensor in tensors:  # on every rank to the end, as weights are gathered
+            if first:
+                copies[name] = tensor.cpu().clone()
+        self._on_first_rank(lambda: write(folder, copies), folder)
+        return str(folder)
+
+    def _on_first_rank(self, action: Callable[[], Result], folder: Path) -> Result:
+        """`action()` on the first rank, for which the others wait; where it raises, all raise the same error."""
+        communicator = self.context.communicator
+        first = communicator.rank == 0
+        try:
+            (result,) = communicator.shared_by_group(communicator.world_size, lambda: [action()] if first else [])
+        except BadInput:
+            raise
+        except WriteFailed as error:
+            what = f"nothing was saved to {str(folder)!r}: {error.value}"
+            raise WriteFailed(what, error.rule, error.remedy) from error
+        except Exception as error:
+            raise StageError(
+                f"nothing was saved to {str(folder)!r}",
+                f"{type(error).__name__}: {said(error)}",
+                "give a folder that rank 0 can write, with room for the model",
+            ) from error
+        found: Result = result
+        return found
 
     @register(ONE_TO_ALL)
     def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:

@@ -1,41 +1,54 @@
-"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds.
+"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds; and
+the importance weights of rollouts.
 
-Suffixes: B rows of a micro-batch, R response tokens of the longest, N packed tokens.
+Suffixes: B rows of a micro-batch, R response tokens of the longest, N packed tokens; T response tokens of the longest
+row of the shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.messages.metrics import Metric
+from workbench.messages.metrics import Mean, Metric, Metrics, SampleSize
 from workbench.messages.shards import Shard
 from workbench.models.token_sets import TokenSets
+from workbench.objectives.correction import (
+    Correction,
+    correct,
+    effective_sample_size,
+    log_weights,
+    raw_weights,
+    second_moment_cut,
+    step_scale,
+)
 from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
-from workbench.workers.device_metrics import DeviceMetrics, OnDevice
 from workbench.workers.held_back import HELD_BACK
-from workbench.workers.micro_batches import MicroBatch, largest
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, largest, minibatch_indices
+from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.token_logits import OF_MODEL, of_model
-from workbench.workers.user_loss import Asked, TokenFunction, reported, selected
+from workbench.workers.user_loss import TokenFunction, reported, selected
+from workbench.workers.worker import Context
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
     """The loss of a `Term`: `function`, weighted by `weights`, with the entropy bonus and the KL penalty.
 
-    batch: the shard; `function` reads its columns. on_policy, entropy_coefficient, kl_coefficient, kl: see
-    `update_actor`. weights: of the correction, a number a response token. held_back: which tokens a covariance loss
-    holds back.
+    batch: the shard; `function` reads its columns. temperature: of log-probabilities. sets: the tokens that could be
+    drawn, of rollouts with a sampling mask. on_policy, entropy_coefficient, kl_coefficient, kl: see `update_actor`.
+    weights: of the correction, a number per response token. held_back: which tokens a covariance loss holds back.
     """
 
     batch: Shard
     function: TokenFunction
+    temperature: float
+    sets: Callable[[list[int]], TokenSets] | None
     on_policy: bool
     entropy_coefficient: float
     kl_coefficient: float
@@ -43,11 +56,9 @@ class PolicyTokens:
     weights: Ragged | None
     held_back: Ragged | None
 
-    def inputs(
-        self, micro: MicroBatch, temperature: float, sets: Callable[[list[int]], TokenSets] | None
-    ) -> Mapping[str, Any]:
-        """What the module is given. sets: the tokens that could be drawn, of rollouts with a sampling mask."""
-        return micro.scored(temperature, self._with_entropy, sets, with_hidden=self._reads_model)
+    def inputs(self, micro: MicroBatch) -> Mapping[str, Any]:
+        """What the module is given."""
+        return micro.scored(self.temperature, self._with_entropy, self.sets, with_hidden=self._reads_model)
 
     def __call__(self, micro: MicroBatch, output: tuple[Any, ...]) -> tuple[Tensor, DeviceMetrics]:
         """The loss [B, R] and metrics, from the module's log-probabilities, entropies and what else was asked for."""
@@ -64,10 +75,10 @@ class PolicyTokens:
         if self._with_entropy:
             given["entropy"] = micro.to_BR(entropy_N)
         if self._reads_model:
-            given |= of_model(micro, mask, self._asked, *read)
+            given |= of_model(micro, mask, self.function.asked, *read)
         if self.held_back is not None:
             given[HELD_BACK] = micro.column_BR(self.held_back)
-        loss_BR, told = self.function.of(micro, given)
+        loss_BR, told = self.function(micro.index, micro.column_BR, given)
         if self.weights is not None:
             loss_BR = loss_BR * micro.column_BR(self.weights)
         metrics = self._metrics(micro, mask_BR, mean, now_BR, old_BR, told)
@@ -83,17 +94,13 @@ class PolicyTokens:
             metrics["kl_loss"] = mean(kl_BR)
         return loss_BR, metrics
 
-    @cached_property
-    def _asked(self) -> tuple[str, ...]:
-        return Asked.by(self.function.function).names
-
     @property
     def _with_entropy(self) -> bool:
-        return self.on_policy or self.entropy_coefficient != 0 or "entropy" in self._asked
+        return self.on_policy or self.entropy_coefficient != 0 or "entropy" in self.function.asked
 
     @property
     def _reads_model(self) -> bool:
-        return any(name in self._asked for name in OF_MODEL)
+        return any(name in self.function.asked for name in OF_MODEL)
 
     def _old(self, micro: MicroBatch, now_BR: Tensor) -> Tensor | None:
         """Log-probabilities of before the update; None: the batch has none."""
@@ -130,3 +137,74 @@ class PolicyTokens:
         if self.on_policy:
             metrics["old_log_prob/mean"] = mean(now_BR)
         return metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutWeights:
+    """column: a weight a response token. rate_scales: a factor of each minibatch's learning rate; empty: all 1."""
+
+    column: Ragged
+    metrics: Metrics
+    rate_scales: tuple[float, ...]
+
+
+def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
+    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it.
+
+    Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p, and have no sampling mask.
+    """
+    check_correctable(f"{correction}", batch)
+    mask = batch.valid_mask
+    mask_BT = mask.pad().bool()
+    old_BT, rollout_BT = batch.ragged("old_log_prob").pad(), batch.ragged("rollout_log_prob").pad()
+    weights = correct(
+        old_BT, rollout_BT, mask_BT, correction, _cuts(old_BT, rollout_BT, mask_BT, batch, correction, context)
+    )
+    raw_BT = raw_weights(old_BT, rollout_BT, mask_BT, correction.level)
+    tokens = float(mask_BT.sum())
+
+    def size(weight_BT: Tensor) -> SampleSize:
+        total, squares, count = _sums(weight_BT, mask_BT, correction).tolist()
+        return SampleSize(total=total, squares=squares, count=count)
+
+    metrics: Metrics = {
+        "correction/weight/mean": Mean(total=float(weights.weight_BT.sum()), count=tokens),
+        "correction/bounded_fraction": Mean(total=float(weights.bounded_BT.sum()), count=tokens),
+        "correction/effective_sample_size": size(raw_BT),
+        "correction/bounded_effective_sample_size": size(weights.weight_BT),
+    }
+    scales: tuple[float, ...] = ()
+    if correction.reference_size is not None:
+        each = minibatch_indices(batch.minibatch_sizes)
+        sums = [_sums(raw_BT[rows], mask_BT[rows], correction) for rows in each]
+        sums_M3 = context.groups.data.all_reduce(torch.stack(sums).to(context.device))
+        scales = tuple(step_scale(effective_sample_size(*row), correction.reference_size) for row in sums_M3.tolist())
+    return RolloutWeights(column=Ragged.unpad(weights.weight_BT, mask.lengths), metrics=metrics, rate_scales=scales)
+
+
+def _cuts(
+    old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, batch: Shard, correction: Correction, context: Context
+) -> Tensor | None:
+    """For each row the (log w)^2 beyond which tokens of its minibatch, over all ranks, are left out; None where the
+    correction leaves none out so."""
+    if correction.bound != "second_moment":
+        return None
+    square_BT = log_weights(old_BT, rollout_BT, mask_BT, correction.level).double().square()
+    cut_B1 = square_BT.new_zeros(len(square_BT), 1)
+
+    def summed(sums: Tensor) -> Tensor:
+        return context.groups.data.all_reduce(sums.to(context.device)).to(sums.device)
+
+    for rows in minibatch_indices(batch.minibatch_sizes):
+        squares_N = square_BT[rows][mask_BT[rows]]
+        cut_B1[rows] = second_moment_cut(squares_N, correction.largest_second_moment, summed)
+    return cut_B1
+
+
+def _sums(weight_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
+    """[sum w, sum w^2, count], float64: over the tokens, or over the sequences where a sequence has one weight."""
+    if correction.level == "token":
+        weights = weight_BT[mask_BT].double()
+    else:
+        weights = weight_BT.amax(-1)[mask_BT.any(-1)].double()
+    return torch.stack((weights.sum(), weights.square().sum(), weights.new_tensor(weights.numel())))

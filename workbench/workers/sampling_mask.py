@@ -21,12 +21,13 @@ from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.models.token_sets import TokenSets
 from workbench.settings.engines import check_untruncated
-from workbench.workers.inference import TRUNCATION
 from workbench.workers.worker import Context
 
 MASK_COLUMNS = ("sampling_mask_ids", "sampling_mask_sizes")
 # The batch's meta key of whether `old_log_prob` is over the tokens of the sampling mask.
 OVER_MASK = "log_prob_over_sampling_mask"
+# The batch's meta key of the settings by which its rollouts were sampled from some tokens only, see `truncation`.
+TRUNCATION = "truncation"
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,10 +26,9 @@ from workbench.models.spec import Model
 from workbench.support.calls.needs import gives_notes
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
-from workbench.workers.failures import Status, failed_rows
+from workbench.workers.hints import Status, failed_rows
 from workbench.workers.judge import JudgedRows, JudgeEngine
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends, steps_of, total, weighted, zero_failed
-from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
 GENERATED = "generate_sequences"
@@ -287,7 +286,7 @@ class Scoring:
         uids = batch.numbers("prompt_uid").tolist() if "prompt_uid" in batch.columns else [0] * len(batch)
         here = [(int(batch.rows[i]), uids[i], i in wanted, rows[i], tokens[i]) for i in whole]
         communicator = self.context.communicator
-        found = shared_by_group(communicator, communicator.world_size, lambda: here)
+        found = communicator.shared_by_group(communicator.world_size, lambda: here)
         return [row for _, row in sorted({row[0]: row for row in found}.items())]
 
     def _ask_groups(
@@ -322,7 +321,7 @@ class Scoring:
         communicator = self.context.communicator
         if any(over_of(function) for function, _ in self.components.values()):
             place = {int(self.batch.rows[i]): i for i in asked}
-            for name, number, one, told in shared_by_group(communicator, communicator.world_size, lambda: shared):
+            for name, number, one, told in communicator.shared_by_group(communicator.world_size, lambda: shared):
                 if number in place and told is None:
                     scores[name][place[number]] = one
                 elif number in place:

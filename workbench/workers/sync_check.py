@@ -12,7 +12,6 @@ from workbench.engines.generation import GenerationEngine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.workers.engine_weights import TrainerWeights, differing_weights
-from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Context
 
 # Largest mean gap, in nats, between engine and trainer on the probe right after a sync, by dtype and device.
@@ -117,7 +116,7 @@ def _what_differs(
     def mine() -> list[str]:
         return list(differing_weights(trainer, generator)[1] if differ is None else differ)
 
-    found = list(dict.fromkeys(shared_by_group(context.communicator, context.communicator.world_size, mine)))
+    found = list(dict.fromkeys(context.communicator.shared_by_group(context.communicator.world_size, mine)))
     if not found:
         return "all weights that can be read in the engine are the trainer's: another is not"
     return f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''} did not arrive"

@@ -1,5 +1,5 @@
-"""Estimators that users write: they see the rows of the whole batch, in their order, and give the advantage of each
-response or token.
+"""What advantages are of, by column; and estimators that users write: they see the rows of the whole batch, in their
+order, and give the advantage of each response or token.
 
     def estimator(rewards, group):
         mean = torch.stack([rewards[group == g].mean() for g in group])
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,37 @@ from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
 from workbench.workers.communicator import Communicator
-from workbench.workers.signals import Signal
 from workbench.workers.user_loss import Asked, UserFunction, call, check_function, check_names, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
 COLUMN_OF = {"group": "prompt_uid"}
 AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """A signal to raise or lower, by its columns: scores, a critic's values of them, scores of greedy responses.
+
+    sign: 1 for rewards; -1 for costs, to which the KL penalty is added.
+    """
+
+    scores: str
+    values: str
+    baseline: str
+    sign: int
+
+    @property
+    def final_values(self) -> str:
+        return f"final_{self.values}"
+
+    def column(self, name: str) -> str:
+        """The column of this signal that an estimator asks for by the name that it has for rewards."""
+        own = {"values": self.values, "final_values": self.final_values, "baseline_rewards": self.baseline}
+        return own.get(name, name)
+
+
+REWARD = Signal(scores="rewards", values="values", baseline="baseline_rewards", sign=1)
+COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", sign=-1)
 
 
 def check_estimator(function: UserFunction) -> None:
@@ -102,13 +128,15 @@ def estimated(
     everywhere = whole(mask)
     assert isinstance(everywhere, Ragged)
     inside_NT = everywhere.pad().bool()
-    values: dict[str, Any] = {"mask": inside_NT}
+    values: dict[str, Any] = {}
     for name in Asked.by(function).names:
         column = batch.columns.get(_column(name, signal))
         if name == "rewards":
             column = scores_B
         elif name == "token_rewards":
             column = Ragged.unpad(rewards_BT, mask.lengths)
+        if name == "mask":
+            values[name] = inside_NT
         if name == "mask" or column is None:
             continue
         found = whole(column)

@@ -14,13 +14,14 @@ import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.data.user_functions import parameters_of
 from workbench.errors import BadInput, StageError
@@ -31,8 +32,7 @@ from workbench.messages.metrics import Mean
 from workbench.models.packing import to_device
 from workbench.support.calls.pickling import by_value, name_of
 from workbench.support.named_fields import meant
-from workbench.workers.device_metrics import OnDevice
-from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.micro_batches import MicroBatch, OnDevice
 
 UserFunction = Callable[..., Any]
 # names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
@@ -111,7 +111,7 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFunction:
-    """A loss of a role's update, called for one micro-batch at a time.
+    """A loss of a role's update, called for one micro-batch at a time. What it asks for is looked up once.
 
     argument: as in `check_function`. columns, mask: of the shard. Outside the mask the numbers of response columns are
     0 for the function, so that what it makes of them there is finite. own, of_tokens: as in `checked_loss`.
@@ -126,10 +126,43 @@ class TokenFunction:
     of_tokens: tuple[str, ...] = ()
     remedy: str = TRY_IT
 
-    def of(self, micro: MicroBatch, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token [B, R], and metrics. given: what it may ask for beside columns, response numbers
-        among them [B, R, ...]; they come before columns of the same name."""
-        return self._called(micro.index, micro.targets.device, micro.column_BR, given)
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """The names of the function's parameters."""
+        return Asked.by(self.function).names
+
+    @cached_property
+    def _table(self) -> list[tuple[str, ColumnValues | None, bool]]:
+        """For each parameter its column in the shard, and whether that has a number per response token."""
+        columns = [self.columns.get(name) for name in self.asked]
+        of_tokens = [isinstance(c, Ragged) and torch.equal(c.lengths, self.mask.lengths) for c in columns]
+        return list(zip(self.asked, columns, of_tokens, strict=True))
+
+    def __call__(
+        self, index: list[int], padded: Callable[[Ragged], Tensor], given: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token [B, R] of some rows, and metrics. padded: these rows of a response column, [B, R].
+
+        given: what it may ask for beside columns, response numbers among them [B, R, ...]; they come before columns of
+        the same name."""
+        inside_BR = padded(self.mask).bool()
+        values: dict[str, Any] = {}
+        for name, column, of_tokens in self._table:
+            if name in given:
+                value = given[name]
+                values[name] = selected(value, inside_BR) if isinstance(value, Tensor) else value
+            elif name == "mask":
+                values[name] = inside_BR
+            elif isinstance(column, list):
+                values[name] = [column[row] for row in index]
+            elif isinstance(column, Tensor):
+                values[name] = to_device(column[index], inside_BR.device)
+            elif isinstance(column, Ragged) and of_tokens:
+                values[name] = selected(padded(column), inside_BR)
+            elif isinstance(column, Ragged):  # of other tokens, such as the prompt's
+                values[name] = to_device(column.take(index).pad(), inside_BR.device)
+        returned = call(self.argument, self.function, values, self.remedy)
+        return checked_loss(self.argument, self.function, returned, inside_BR.shape, self.own, self.of_tokens)
 
     def rehearse(
         self,
@@ -157,34 +190,7 @@ class TokenFunction:
             values["old_log_prob"] = values["log_prob"].detach()
         values |= of_model(self.mask.take(index).pad().bool())
         with torch.enable_grad():
-            self._called(index, torch.device("cpu"), lambda column: column.take(index).pad(), values)
-
-    def _called(
-        self,
-        index: list[int],
-        device: torch.device,
-        padded: Callable[[Ragged], Tensor],
-        given: Mapping[str, Any],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        inside_BR = padded(self.mask).bool()
-        asked: dict[str, Any] = {"mask": inside_BR}
-        for name in Asked.by(self.function).names:
-            column = self.columns.get(name)
-            if name in given:
-                value = given[name]
-                asked[name] = selected(value, inside_BR) if isinstance(value, Tensor) else value
-            elif name == "mask" or column is None:
-                continue
-            elif isinstance(column, list):
-                asked[name] = [column[row] for row in index]
-            elif isinstance(column, Tensor):
-                asked[name] = to_device(column[index], device)
-            elif torch.equal(column.lengths, self.mask.lengths):
-                asked[name] = selected(padded(column), inside_BR)
-            else:  # of other tokens, such as the prompt's
-                asked[name] = to_device(column.take(index).pad(), device)
-        returned = call(self.argument, self.function, asked, self.remedy)
-        return checked_loss(self.argument, self.function, returned, inside_BR.shape, self.own, self.of_tokens)
+            self(index, lambda column: column.take(index).pad(), values)
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
@@ -194,21 +200,16 @@ def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
 
 
 def call(argument: str, function: UserFunction, values: Mapping[str, Any], remedy: str = TRY_IT) -> Any:
-    """Call a function with those of the values that it asks for. Where it raises, a `StageError` names it. An error for
-    want of memory is not replaced: the update then goes on with smaller micro-batches."""
+    """Call a function by the names of its parameters. Where it raises, a `StageError` names it. An error for want of
+    memory is not replaced: the update then goes on with smaller micro-batches."""
     try:
-        return called(function, values)
+        return function(**values)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except BaseException as error:
         if passes(error):
             raise
         raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", remedy) from error
-
-
-def called(function: UserFunction, values: Mapping[str, Any]) -> Any:
-    """What a function returns for those of the values that it asks for."""
-    return function(**{name: values[name] for name in Asked.by(function).names if name in values})
 
 
 def told(error: BaseException) -> str:

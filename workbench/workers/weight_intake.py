@@ -6,6 +6,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,18 +17,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.placement import Layout
 from workbench.placement.change import BUFFER_BYTES
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box, Boxes
 from workbench.resharding.checksums import Arrival, checksums_of
-from workbench.resharding.distribution import WeightShard
+from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.views import view_of
-from workbench.resharding.weights import Weight
-from workbench.workers.weight_exchange import Published, Pulled, Slice, WeightSource
+from workbench.resharding.weights import ModelWeights, Weight
+from workbench.telemetry import Recorder
+from workbench.workers.weight_exchange import Ask, Published, Pulled, Slice, Snapshot, WeightExchange, WeightSource
 
 AHEAD = 3
 BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
+PROBE_ROWS, PROBE_COLUMNS = 16_384, 1024
+PROBE_BYTES = 4 * PROBE_ROWS * PROBE_COLUMNS
 
 
 class WeightIntake:
@@ -156,3 +161,26 @@ class _Layer:
             self._room[source] = BUCKET_BYTES
         self.sources[source][-1].append(wanted)
         self._room[source] -= nbytes
+
+
+def probe() -> tuple[Snapshot, Reshard]:
+    """A weight of `PROBE_BYTES` that a host publishes to be timed, and the plan by which another process takes it."""
+    weights = ModelWeights((Weight(name="probe", shape=(PROBE_ROWS, PROBE_COLUMNS), item_bytes=4),), 1)
+    plan = Reshard(*(Distribution(weights, Layout(), (rank,)) for rank in (0, 1)))
+    whole = WeightShard(((0, PROBE_ROWS, 0, PROBE_COLUMNS),), (PROBE_ROWS, PROBE_COLUMNS))
+    return Snapshot(contents=None, slices={"probe": (torch.zeros(PROBE_ROWS, PROBE_COLUMNS), whole)}), plan
+
+
+def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
+    """Bytes a second from a host, which has published a `probe` under a key, to this process: the faster of two times,
+    after a first one in which memory for buckets is made. ask: as in `WeightExchange`."""
+    snapshot, plan = probe()
+    intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
+    published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")
+    took_s = []
+    for _ in range(3):
+        (_, shard), target = snapshot.slices["probe"], torch.empty(PROBE_ROWS, PROBE_COLUMNS)
+        began = time.perf_counter()
+        intake.place(published, {"probe": (target, shard)})
+        took_s.append(time.perf_counter() - began)
+    return PROBE_BYTES / min(took_s[1:])

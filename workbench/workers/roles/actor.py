@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
+from workbench.engines.training import Pass
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Max, Mean, Metrics
@@ -23,7 +25,7 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
 from workbench.models.heads import PackedModule
-from workbench.models.lora import add_lora, without_adapter
+from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
@@ -33,31 +35,26 @@ from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least, checked
-from workbench.workers.gradient_norms import response_gradient_norms
 from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
-from workbench.workers.inference import (
+from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
+    Term,
     check_temperature,
     chosen,
-    each_response_token,
     mean_of,
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.micro_batches import MicroBatch, Scatter
-from workbench.workers.policy_tokens import PolicyTokens
-from workbench.workers.readings import token_log_probs_and_entropies
+from workbench.workers.policy_tokens import PolicyTokens, rollout_weights
 from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.roles.trained import check_update
-from workbench.workers.rollout_weights import rollout_weights
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
-from workbench.workers.saving import save_adapter
 from workbench.workers.token_logits import OF_MODEL, stand_ins
-from workbench.workers.update import Term
 from workbench.workers.user_loss import (
     Asked,
     TokenFunction,
@@ -91,11 +88,22 @@ def token_function(
     if isinstance(loss, CovarianceLoss):
         return covariance_function(loss, clip, clip_high)
 
-    def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
-        return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
+    return partial(_named_loss, loss=loss, clip=clip, clip_high=clip_high, dual_clip=dual_clip)
 
-    return named
+
+def _named_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss: PolicyLoss,
+    clip: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+) -> Any:
+    loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
+    return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
 
 
 def _asked(arguments: Mapping[str, Any]) -> Asked:
@@ -224,14 +232,12 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         part of the gap. Metrics are those of the rows that are `valid`.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
-        reading, entropies = token_log_probs_and_entropies(scale, mask), Scatter(batch.ragged("response_ids"))
-
-        def forward(micro: MicroBatch) -> Tensor:
-            log_probs_N, entropy_N = reading.of(self.engine, micro)
-            entropies.put(micro, entropy_N)
-            return log_probs_N
-
-        column = each_response_token(batch, forward, self.budget, self.context)
+        sets = None if mask is None else mask.sets
+        log_probs, entropies = Scatter(batch.ragged("response_ids")), Scatter(batch.ragged("response_ids"))
+        for micro, (log_probs_N, entropies_N) in self.passes(batch, lambda micro: micro.scored(scale, True, sets)):
+            log_probs.put(micro, log_probs_N)
+            entropies.put(micro, entropies_N)
+        column = log_probs.column()
         metrics: Metrics = {
             "old_log_prob/mean": mean_of(column, batch),
             "entropy": mean_of(entropies.column(), batch),
@@ -268,13 +274,26 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         where there is one. Metric `gradient_norm/mean`.
         """
         mask = SamplingMask.of(batch, self.spec, self.context)
-        norms = response_gradient_norms(
-            batch,
-            self.engine,
-            old_log_prob_temperature(batch, temperature),
-            None if mask is None else mask.sets,
-            self.context,
-        )
+        scale, sets = old_log_prob_temperature(batch, temperature), None if mask is None else mask.sets
+        context, valid_mask, norms = self.context, batch.valid_mask, torch.zeros(len(batch))
+
+        def log_prob(micro: MicroBatch, output: tuple[Tensor, ...]) -> Tensor:
+            return torch.where(micro.mask_BR(valid_mask) > 0, micro.to_BR(output[0]), 0.0).sum()
+
+        # of one token: each row is alone
+        minibatches = each_minibatch(batch, 1, context.groups.data, context.device, skip=batch.invalid_rows)
+        micros, done_tokens = list(chain(*minibatches)), 0
+        for done, micro in enumerate(micros):
+            context.progress(done, len(micros), done_tokens)
+            context.stopping.point()
+            tokens = tokens_of(micro)
+            inputs, loss = micro.scored(scale, sets=sets), partial(log_prob, micro)
+            (norm,) = self.engine.gradient_norms(
+                [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.counts)]
+            )
+            if micro.weight:
+                norms[micro.index] = norm
+            done_tokens += tokens
         valid = batch.valid
         mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
         return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
@@ -375,6 +394,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         of_tokens = PolicyTokens(
             batch=batch,
             function=function,
+            temperature=scale,
+            sets=None if sampling_mask is None else sampling_mask.sets,
             on_policy=on_policy,
             entropy_coefficient=entropy_coefficient,
             kl_coefficient=kl_coefficient,
@@ -386,16 +407,15 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         # function may have one in any row
         every_row = bool(entropy_coefficient or kl_coefficient or callable(loss) or isinstance(loss, KLCov))
         skip = () if every_row else _rows_without_advantage(batch.ragged("advantages"), batch.valid_mask)
-        sets = None if sampling_mask is None else sampling_mask.sets
         main = Term(
             shard=batch,
-            inputs=lambda micro: of_tokens.inputs(micro, scale, sets),
+            inputs=of_tokens.inputs,
             loss=of_tokens,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
             skip=skip,
         )
-        output = self.update(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output = self.steps(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
@@ -407,4 +427,5 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         """
         if self.spec.adapter is None:
             raise BadInput("save_adapter of an actor without one", "there is nothing to save", "use save_model")
-        return save_adapter(self.engine, path, self.context)
+        model: Any = self.engine.module.model
+        return self.write_together(path, self.engine.named_adapter(), lambda to, held: write_adapter(to, held, model))

@@ -22,11 +22,9 @@ from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import at_least
-from workbench.workers.device_metrics import DeviceMetrics
-from workbench.workers.inference import each_response_token, mean_of
-from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.passes import Term, mean_of
 from workbench.workers.roles.trained import TrainedWorker, check_update
-from workbench.workers.update import Term
 from workbench.workers.user_loss import Asked, TokenFunction, UserFunction, check_function, check_names, reported
 from workbench.workers.worker import Context
 
@@ -119,19 +117,20 @@ class CriticWorker(TrainedWorker):
         return self._regress(batch, "values", "returns", loss, clip, epochs, aggregation, max_response_tokens)
 
     def _values(self, batch: Shard, column: str, final: bool) -> Output:
-        final_B = torch.zeros(len(batch))
+        scatter, final_B = Scatter(batch.ragged("response_ids")), torch.zeros(len(batch))
 
-        def forward(micro: MicroBatch) -> Tensor:
+        def inputs(micro: MicroBatch) -> Mapping[str, Any]:
             if not final:
-                return self.engine.forward(**micro.inputs)
+                return micro.inputs
             # the state after the last token is read at it, in the same pass as the states before the others
-            before_N = micro.inputs["positions"]
-            both = self.engine.forward(**{**micro.inputs, "positions": torch.cat([before_N, micro.last])})
-            if micro.weight:
-                final_B[micro.index] = both[len(before_N) :].float().cpu()
-            return both[: len(before_N)]
+            return {**micro.inputs, "positions": torch.cat([micro.inputs["positions"], micro.last])}
 
-        values = each_response_token(batch, forward, self.budget, self.context)
+        for micro, output in self.passes(batch, inputs):
+            tokens = len(micro.inputs["positions"])
+            scatter.put(micro, output[:tokens])
+            if final and micro.weight:
+                final_B[micro.index] = output[tokens:].float().cpu()
+        values = scatter.column()
         columns: Table = {column: values}
         if final:
             columns[f"final_{column}"] = final_B
@@ -162,7 +161,8 @@ class CriticWorker(TrainedWorker):
 
         def token_loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
             values_BR, old_BR, returns_BR = micro.to_BR(values_N), micro.column_BR(old), micro.column_BR(returns)
-            loss_BR, told = function.of(micro, {"values": values_BR, "old_values": old_BR, "returns": returns_BR})
+            given = {"values": values_BR, "old_values": old_BR, "returns": returns_BR}
+            loss_BR, told = function(micro.index, micro.column_BR, given)
             mask_BR, new_BR = micro.mask_BR(mask), values_BR.detach()
             mean = micro.mean_over(mask_BR)
             return loss_BR, {
@@ -179,7 +179,7 @@ class CriticWorker(TrainedWorker):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-        return self.update(term, epochs=epochs)
+        return self.steps(term, epochs=epochs)
 
 
 class CostCriticWorker(CriticWorker):

@@ -31,11 +31,9 @@ from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.arguments import within
 from workbench.objectives.distillation import coarsened, divergence
 from workbench.support.validation import whole
-from workbench.workers.device_metrics import DeviceMetrics
-from workbench.workers.inference import check_temperature, sampling_temperature
-from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
+from workbench.workers.passes import Term, check_temperature, sampling_temperature
 from workbench.workers.roles.trained import TrainedWorker, check_update
-from workbench.workers.update import Term
 
 TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
 # The batch's meta key of the temperature of the teacher's log-probabilities.
@@ -170,7 +168,7 @@ class DistilledWorker(TrainedWorker):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-        return self.update(term, epochs=epochs)
+        return self.steps(term, epochs=epochs)
 
     def _teacher_k(self, batch: Shard, ids: Ragged) -> int:
         """Tokens of the teacher at each position; `BadInput` on every rank where some rank's columns do not fit."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.messages.shards import Shard
-from workbench.workers.inference import each_row
 from workbench.workers.micro_batches import minibatch_indices
-from workbench.workers.roles.pairs import RowValues, last_tokens
-from workbench.workers.token_budget import TokenBudget
-from workbench.workers.worker import Context
+from workbench.workers.roles.pairs import last_tokens
 
 FEEDBACK_COLUMNS = ("prompt_ids", "response_ids", "mismatched_ids")
 REFERENCE_FEEDBACK_COLUMNS = ("ref_response_log_prob", "ref_mismatched_log_prob")
@@ -29,11 +24,6 @@ def as_answers(batch: Shard, answers: str) -> Shard:
         "response_mask": last_tokens(responses),
     }
     return replace(batch, columns=columns)
-
-
-def answer_values(batch: Shard, answers: str, values: RowValues, budget: TokenBudget, context: Context) -> Tensor:
-    """The values of one column of answers, fp32 [rows], without gradients."""
-    return each_row(as_answers(batch, answers), values, budget, context)
 
 
 def minibatch_of(batch: Shard, number: int) -> Shard:

@@ -31,8 +31,10 @@ from workbench.workers.advantages import (
     Options,
     with_baselines,
 )
-from workbench.workers.signals import COST, REWARD, Signal
 from workbench.workers.user_estimator import (
+    COST,
+    REWARD,
+    Signal,
     check_estimator,
     check_estimator_columns,
     estimator_columns,

@@ -14,19 +14,14 @@ from workbench.engines.training.groups import Collectives
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.preference import binomial_interval
-from workbench.workers.device_metrics import DeviceMetrics, OnDevice
-from workbench.workers.inference import each_row
-from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.readings import Reading
-from workbench.workers.token_budget import TokenBudget
-from workbench.workers.update import Term
-from workbench.workers.worker import Context
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice
+from workbench.workers.passes import PassWorker, RowReading, Term
 
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 REFERENCE_COLUMNS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
 
-RowValues = Callable[[MicroBatch], Tensor]  # -> [B], a number a row
-PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics]]
+# (values of the chosen answers, of the rejected ones, numbers of the pairs) -> (loss [P], metrics, and more)
+PairLoss = Callable[[Tensor, Tensor, list[int]], tuple[Tensor, DeviceMetrics, *tuple[Any, ...]]]
 
 
 def as_rows(batch: Shard) -> Shard:
@@ -57,26 +52,24 @@ def last_tokens(answers: Ragged) -> Ragged:
     return answers.like(last)
 
 
-def pair_term(batch: Shard, reading: Reading, loss: PairLoss, context: Context) -> Term:
-    """The mean of a loss over pairs: `loss(chosen_P, rejected_P, pairs)` of the rows' values, -> [P] and metrics.
-    pairs: their numbers in the shard."""
+def pair_term(batch: Shard, reading: RowReading, loss: PairLoss) -> Term:
+    """The mean of a loss over pairs. reading: the values that it is of."""
 
     def each(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
         values_B = reading.values(micro, output)
-        loss_P, metrics = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
+        loss_P, metrics, *_ = loss(values_B[0::2], values_B[1::2], [row // 2 for row in micro.index[0::2]])
         loss_BR = loss_P.repeat_interleave(2)[:, None].expand(-1, micro.longest)
         return loss_BR, metrics if micro.weight else {}
 
     return Term(shard=as_rows(batch), inputs=reading.inputs, loss=each, together=2)
 
 
-def pair_values(batch: Shard, values: RowValues, budget: TokenBudget, context: Context) -> tuple[Tensor, Tensor]:
+def pair_values(worker: PassWorker, batch: Shard, reading: RowReading) -> tuple[Tensor, Tensor]:
     """The values of the chosen and of the rejected answers, fp32 [rows] each, without gradients.
 
     In the micro-batches of `pair_term`, so that an update starts from these values to the last bit.
     """
-    rows = as_rows(batch)
-    values_B = each_row(rows, values, budget, context, together=2)
+    values_B = worker.row_values(as_rows(batch), reading, together=2)
     return values_B[0::2].clone(), values_B[1::2].clone()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,13 +19,11 @@ from workbench.models.packing import to_device
 from workbench.objectives.arguments import within
 from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss
 from workbench.support.validation import at_least, whole
-from workbench.workers.device_metrics import DeviceMetrics, OnDevice, on_host
-from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.readings import ANSWER_LOG_PROBS
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, on_host
+from workbench.workers.passes import ANSWER_LOG_PROBS, Term
 from workbench.workers.roles.feedback import (
     FEEDBACK_COLUMNS,
     REFERENCE_FEEDBACK_COLUMNS,
-    answer_values,
     as_answers,
     minibatch_of,
 )
@@ -39,7 +36,6 @@ from workbench.workers.roles.pairs import (
     pair_values,
 )
 from workbench.workers.roles.trained import TrainedWorker
-from workbench.workers.update import Term
 
 PairObjective = Literal["dpo", "ipo", "orpo"]
 REWARDS = ("chosen_rewards", "rejected_rewards")
@@ -108,8 +104,7 @@ class PreferenceWorker(TrainedWorker):
         `update_dpo`, `update_ipo` or `update_orpo` with the same arguments, and the bounds of the accuracy's 95 %
         interval: what held-out pairs say. They are those of the rows that are `valid`.
         """
-        values = partial(ANSWER_LOG_PROBS.of, self.engine)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context)
+        chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         metrics: Metrics = {}
         if objective == "orpo" or set(REFERENCE_COLUMNS) <= set(batch.columns):
             loss = PairLosses(batch, objective, beta, label_smoothing)
@@ -163,10 +158,7 @@ class PreferenceWorker(TrainedWorker):
         return self._update_on_pairs(PairLosses(batch, "orpo", beta), batch, epochs)
 
     def _update_on_pairs(self, losses: PairLosses, batch: Shard, epochs: int) -> Output:
-        def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
-            return losses(chosen_P, rejected_P, pairs)[:2]
-
-        return self.update(pair_term(batch, ANSWER_LOG_PROBS, loss, self.context), epochs=epochs)
+        return self.steps(pair_term(batch, ANSWER_LOG_PROBS, losses), epochs=epochs)
 
     @register(
         THREE_D_PROTO,
@@ -190,9 +182,8 @@ class PreferenceWorker(TrainedWorker):
         Where the batch has ratings and the reference's numbers, the metrics are those of `update_kto` with the same
         arguments: what held-out feedback says. They are those of the rows that are `valid`.
         """
-        values = partial(ANSWER_LOG_PROBS.of, self.engine)
         own, mismatched = (
-            answer_values(batch, name, values, self.budget, self.context) for name in ("response_ids", "mismatched_ids")
+            self.row_values(as_answers(batch, name), ANSWER_LOG_PROBS) for name in ("response_ids", "mismatched_ids")
         )
         metrics: Metrics = {}
         if {"desirable", *REFERENCE_FEEDBACK_COLUMNS} <= set(batch.columns):
@@ -227,13 +218,14 @@ class PreferenceWorker(TrainedWorker):
         minibatch of all replicas. In float32 the first loss is half of the mean weight.
         Metrics: `kl`; `desirable_rewards/mean` and `undesirable_rewards/mean`, of beta log pi/ref.
         """
-        rows, kl, values = as_answers(batch, "response_ids"), 0.0, partial(ANSWER_LOG_PROBS.of, self.engine)
+        rows, kl = as_answers(batch, "response_ids"), 0.0
         ref, good = batch.numbers("ref_response_log_prob"), batch.numbers("desirable")
 
         def prepare(number: int) -> None:
             nonlocal kl
             part = minibatch_of(batch, number)
-            kl = self._reference_point(answer_values(part, "mismatched_ids", values, self.budget, self.context), part)
+            mismatched = self.row_values(as_answers(part, "mismatched_ids"), ANSWER_LOG_PROBS)
+            kl = self._reference_point(mismatched, part)
 
         def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
             values_B = ANSWER_LOG_PROBS.values(micro, output)
@@ -243,7 +235,7 @@ class PreferenceWorker(TrainedWorker):
             return loss_BR, _kto_metrics(loss_B, stats.rewards_B, good_B, kl) if micro.weight else {}
 
         term = Term(shard=rows, inputs=ANSWER_LOG_PROBS.inputs, loss=loss, prepare=prepare)
-        output = self.update(term, epochs=epochs)
+        output = self.steps(term, epochs=epochs)
         return replace(output, notes=(*output.notes, *self._note_on_labels(good)))
 
     def _note_on_labels(self, desirable_B: Tensor) -> tuple[str, ...]:

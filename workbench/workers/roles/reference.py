@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
@@ -23,11 +22,10 @@ from workbench.messages.shards import Shard
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.settings.precision import PRECISIONS, Precision
-from workbench.workers.inference import check_temperature, each_response_token, mean_of, sampling_temperature
-from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.micro_batches import MicroBatch, Scatter
 from workbench.workers.model_worker import ModelWorker, log_probs_of
+from workbench.workers.passes import ANSWER_LOG_PROBS, PassWorker, check_temperature, mean_of, sampling_temperature
 from workbench.workers.precision import computing_in
-from workbench.workers.readings import ANSWER_LOG_PROBS, token_log_probs
 from workbench.workers.roles.distillation import (
     TEACHER_COLUMNS,
     TEACHER_TEMPERATURE,
@@ -36,13 +34,12 @@ from workbench.workers.roles.distillation import (
     check_top_k,
     teacher_columns,
 )
-from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, answer_values
+from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, as_answers
 from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
-from workbench.workers.token_budget import TokenBudget
 from workbench.workers.weight_exchange import Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
-from workbench.workers.worker import Context, Worker
+from workbench.workers.worker import Context
 
 
 def _precision_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -55,11 +52,10 @@ def _check_precisions(arguments: Mapping[str, Any]) -> None:
         raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
 
 
-class ReferencePolicy(Worker):
+class ReferencePolicy(PassWorker):
     """The operations of a reference, for a worker with a policy whose weights do not change."""
 
     engine: TrainingEngine
-    budget: TokenBudget
 
     def as_reference(self) -> AbstractContextManager[None]:
         """Inside, the engine's module is the reference."""
@@ -74,19 +70,17 @@ class ReferencePolicy(Worker):
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
-        values = partial(ANSWER_LOG_PROBS.of, self.engine)
         with self.as_reference():
-            chosen, rejected = pair_values(batch, values, self.budget, self.context)
+            chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
     @register(THREE_D_PROTO, reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS, minibatched=True)
     def compute_ref_feedback_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_response_log_prob`, `ref_mismatched_log_prob` [rows]: log-probabilities of each row's whole
         answer, and of the answer to another prompt, summed over their tokens, nats."""
-        values = partial(ANSWER_LOG_PROBS.of, self.engine)
         with self.as_reference():
             own, mismatched = (
-                answer_values(batch, name, values, self.budget, self.context) for name in FEEDBACK_COLUMNS[1:]
+                self.row_values(as_answers(batch, name), ANSWER_LOG_PROBS) for name in FEEDBACK_COLUMNS[1:]
             )
         return Output(columns={"ref_response_log_prob": own, "ref_mismatched_log_prob": mismatched})
 
@@ -107,10 +101,12 @@ class ReferencePolicy(Worker):
         sampling_mask: of rollouts with a sampling mask (`keep_mask`) over the tokens that could be drawn, as
         `old_log_prob` is, so that a KL compares two distributions over the same tokens; False: over all tokens.
         """
-        scale = sampling_temperature(batch, temperature)
-        forward = partial(token_log_probs(scale, SamplingMask.of(batch, self.spec, self.context)).of, self.engine)
+        scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
+        sets, scatter = None if mask is None else mask.sets, Scatter(batch.ragged("response_ids"))
         with self.as_reference():
-            column = each_response_token(batch, forward, self.budget, self.context)
+            for micro, (log_probs_N, _) in self.passes(batch, lambda micro: micro.scored(scale, sets=sets)):
+                scatter.put(micro, log_probs_N)
+        column = scatter.column()
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
     @register(
@@ -142,15 +138,13 @@ class ReferencePolicy(Worker):
 
         for name, precision in precisions.items():
             sets = mask.sets if mask is not None and precision.sampling_mask else None
-
-            def score(micro: MicroBatch, sets: Any = sets) -> Tensor:
-                log_probs_N: Tensor = module(**micro.scored(scale, sets=sets))[0]
-                return log_probs_N
-
+            inputs = partial(MicroBatch.scored, temperature=scale, sets=sets)
+            scatter = Scatter(batch.ragged("response_ids"))
             with computing_in(module, precision):
-                found = each_response_token(batch, score, self.budget, self.context)
-            columns[f"log_prob_{name}"] = found
-            metrics[f"log_prob_{name}/mean"] = mean_of(found, batch)
+                for micro, (log_probs_N, _) in self.passes(batch, inputs, forward=module):
+                    scatter.put(micro, log_probs_N)
+            columns[f"log_prob_{name}"] = scatter.column()
+            metrics[f"log_prob_{name}/mean"] = mean_of(scatter.column(), batch)
         return Output(columns=columns, metrics=metrics)
 
     @register(
@@ -185,12 +179,11 @@ class ReferencePolicy(Worker):
         scale = sampling_temperature(batch, temperature)
         rows = replace(batch, columns={**batch.columns, "prompt_ids": batch.ragged(prompt)})
         reader = TopK(top_k, vocabulary)
-
-        def forward(micro: MicroBatch) -> Tensor:
-            return cast(Tensor, self.engine.forward(**micro.scored(scale), reader=reader))
-
+        scatter = Scatter(batch.ragged("response_ids"), reader.width)
         with self.as_reference():
-            read = each_response_token(rows, forward, self.budget, self.context, width=reader.width)
+            for micro, read_N in self.passes(rows, lambda micro: {**micro.scored(scale), "reader": reader}):
+                scatter.put(micro, read_N)
+        read = scatter.column()
         columns = teacher_columns(read, top_k)
         mass = read.like(1 - read.values[:, -1].exp())
         return Output(
@@ -200,7 +193,7 @@ class ReferencePolicy(Worker):
         )
 
 
-class ReferenceWorker(ModelWorker, ReferencePolicy):
+class ReferenceWorker(ReferencePolicy, ModelWorker):
     """A causal language model whose weights change only by `take_weights`."""
 
     engine: TrainingEngine

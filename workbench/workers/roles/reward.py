@@ -28,13 +28,11 @@ from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
 from workbench.support.validation import PositiveFloat, whole
-from workbench.workers.device_metrics import DeviceMetrics, on_host
-from workbench.workers.inference import each_response_token, each_row
 from workbench.workers.judge import JudgeEngine
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter, on_host
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.readings import LAST_TOKEN_SCORES, TOKEN_SCORES
+from workbench.workers.passes import LAST_TOKEN_SCORES
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
-from workbench.workers.saving import save_model
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, total_of
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
 from workbench.workers.scoring import Components, Scoring, components_of
@@ -130,8 +128,7 @@ class RewardWorker(ModelWorker):
         logits + `config.score_bias` are the scores. Differences between answers are the same without it, the sign of a
         cost is not.
         """
-        assert self.spec.name is not None
-        return save_model(self._model, path, self.spec.name, self.context, card, shard_gb)
+        return self.write_weights(path, card, shard_gb)
 
     @register(
         THREE_D_PROTO,
@@ -148,7 +145,8 @@ class RewardWorker(ModelWorker):
         Rows that are not `valid` do not count.
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
-        scores = self._scores(replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)}))
+        rows = replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)})
+        scores = self.row_values(rows, LAST_TOKEN_SCORES)
         scores = self._model.everywhere(scores)[batch.valid]
         sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
         total, count = self.context.groups.data.all_reduce(sums).tolist()
@@ -175,20 +173,17 @@ class RewardWorker(ModelWorker):
         """
         return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
 
-    def _scores(self, batch: Shard) -> torch.Tensor:
-        scores = partial(LAST_TOKEN_SCORES.of, self._model)
-        return each_row(batch, scores, self.budget, self.context)
-
     def _step_scores(self, batch: Shard, column: str, text: str) -> Output:
         ends_BT = step_ends_of(batch, self.tokenizer, text)
-        scores_BT = each_response_token(batch, partial(TOKEN_SCORES.of, self._model), self.budget, self.context)
-        scores_BT = ends_BT.like(torch.where(ends_BT.values, scores_BT.values, 0.0))
+        scatter = Scatter(batch.ragged("response_ids"))
+        for micro, scores_N in self.passes(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)}):
+            scatter.put(micro, scores_N)
+        scores_BT = ends_BT.like(torch.where(ends_BT.values, scatter.column().values, 0.0))
         columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
         return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
 
     def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
-        values = partial(LAST_TOKEN_SCORES.of, self._model)
-        chosen, rejected = pair_values(batch, values, self.budget, self.context)
+        chosen, rejected = pair_values(self, batch, LAST_TOKEN_SCORES)
         margin, valid_B = _margin(batch), batch.valid
         chosen_B, rejected_B = chosen[valid_B], rejected[valid_B]
         loss = pairwise_loss(sign * chosen_B, sign * rejected_B, None if margin is None else margin[valid_B])
@@ -204,7 +199,7 @@ class RewardWorker(ModelWorker):
             loss_P = pairwise_loss(sign * chosen_P, sign * rejected_P, margin_P)
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 
-        return self.update(pair_term(batch, LAST_TOKEN_SCORES, loss, self.context), epochs=epochs)
+        return self.steps(pair_term(batch, LAST_TOKEN_SCORES, loss), epochs=epochs)
 
     @scoring_stage("rewards")
     def compute_reward(
@@ -286,7 +281,7 @@ class RewardWorker(ModelWorker):
         if components is None and isinstance(steps, str):
             return self._step_scores(batch, column, steps)
         if components is None:
-            scores = self._scores(batch)
+            scores = self.row_values(batch, LAST_TOKEN_SCORES)
             return Output(columns={column: scores}, **reported(column, scores, batch.valid, batch))
         return Scoring(
             batch=batch, context=self.context, tokenizer=self.tokenizer, column=column,
@@ -339,6 +334,14 @@ class CostWorker(RewardWorker):
 def _check_weights(weights: Mapping[str, float]) -> None:
     if not weights:
         raise BadInput("weights={}", "a weight for each component that counts", 'write weights={"right": 1.0}')
+
+
+def _own_positions(micro: MicroBatch) -> Tensor:
+    """The position of each response token, [N]. `micro.inputs` has that of the token before, which predicts it."""
+    positions_N, rows_N = micro.inputs["positions"], micro.response_rows
+    is_last_N = torch.ones_like(rows_N, dtype=torch.bool)
+    is_last_N[:-1] = rows_N[1:] != rows_N[:-1]
+    return torch.where(is_last_N, micro.last[rows_N], positions_N.roll(-1))
 
 
 def _margin(batch: Shard) -> Tensor | None:

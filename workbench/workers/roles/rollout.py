@@ -21,7 +21,6 @@ from workbench.workers.engine_weights import EngineWeights, TrainerWeights, comp
 from workbench.workers.roles.hybrid import check_strategy
 from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.sync_check import metrics_of_adapter
-from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
@@ -104,7 +103,7 @@ class RolloutWorker(SamplingWorker):
             noted.lacked = self._moved
             try:
                 with span("weight_sync") as counted:
-                    received = shared_by_group(communicator, communicator.world_size, take)
+                    received = communicator.shared_by_group(communicator.world_size, take)
                     counted.bytes = received[communicator.rank]
                 metrics: Metrics = {"sync/received_bytes": Mean(total=sum(received), count=1)}
                 metrics |= metrics_of_adapter(found[0].adapter_arrived)

@@ -37,8 +37,7 @@ from workbench.workers.agents.serving import AgentRow, Serving, serve
 from workbench.workers.compaction import Compaction
 from workbench.workers.conversation import Conversation, converse
 from workbench.workers.engine_weights import TrainerWeights
-from workbench.workers.failures import Status, failed_rows
-from workbench.workers.inference import TRUNCATION
+from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.rollout_columns import (
     COMPONENTS,
@@ -49,9 +48,8 @@ from workbench.workers.rollout_columns import (
     several_turns,
     single_turn,
 )
-from workbench.workers.sampling_mask import MASK_COLUMNS
+from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
 from workbench.workers.sync_check import SyncMetrics, require_small
-from workbench.workers.tensor_group import shared_by_group
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -332,7 +330,7 @@ class SamplingWorker(Worker):
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
         key = key_of(sampling, rows, self._drawn_with)
         # ranks of a tensor group have the same conversations: all of them go on with them, or none does
-        keys = shared_by_group(self.context.communicator, self._tensor_ranks, lambda: [key])
+        keys = self.context.communicator.shared_by_group(self._tensor_ranks, lambda: [key])
         key = b"".join(keys) if all(keys) else b""
         with self.kept.resuming(key, self._drawn_with, new) as conversations, environments.running():
             converse(
@@ -372,7 +370,7 @@ class SamplingWorker(Worker):
             serving = Serving(recordings, agents, server, first=rank, of=size, most_open=sampling.most_open)
             serve(self.generator, serving, sampling, **self._together())
         if self.context.groups.model_parallel:
-            return shared_by_group(self.context.communicator, size, lambda: serving.rows)
+            return self.context.communicator.shared_by_group(size, lambda: serving.rows)
         return serving.rows
 
     def _rows_here(self, batch: Shard) -> slice:
@@ -409,7 +407,7 @@ class SamplingWorker(Worker):
             return found
 
         return {
-            "share": partial(shared_by_group, communicator, size),
+            "share": partial(communicator.shared_by_group, size),
             "any_rank": any_rank,
             "progress": self._progress if size == 1 else self.context.progress,
             "steps": 1 if size == 1 else STEPS_TOGETHER,
@@ -427,7 +425,7 @@ class SamplingWorker(Worker):
         numbers = zip(batch.numbers("prompt_uid").tolist(), batch.sample.tolist(), strict=True)
         seeds = [sample_seed(batch.meta["seed"], uid, sample) for uid, sample in numbers]
         own = zip([communicator.rank] * len(batch), batch.ragged("prompt_ids").rows(), seeds, strict=True)
-        rows = shared_by_group(communicator, size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
+        rows = communicator.shared_by_group(size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
         before = sum(rank < communicator.rank for rank, _, _ in rows)
         return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
 

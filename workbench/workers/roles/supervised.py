@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +19,9 @@ from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
 from workbench.support.validation import whole
-from workbench.workers.device_metrics import DeviceMetrics
-from workbench.workers.inference import each_response_token
-from workbench.workers.micro_batches import MicroBatch
-from workbench.workers.readings import token_log_probs
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.passes import Term
 from workbench.workers.roles.trained import TrainedWorker, check_update
-from workbench.workers.update import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +34,17 @@ def _as_responses(batch: Shard, documents: Ragged) -> Shard:
     first = Ragged.of([row[:1].tolist() for row in rows], torch.int64)
     mask = rest.like(torch.ones(len(rest.values), dtype=torch.bool))
     return replace(batch, columns={"prompt_ids": first, "response_ids": rest, "response_mask": mask})
+
+
+def _text_term(texts: Shard, coefficient: float, metric: str) -> Term:
+    """-log pi of a shard's response tokens, as a term of another update. metric: the name of its mean."""
+
+    def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
+        loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(term.mask)
+        return coefficient * loss_BR, {metric: micro.mean_over(mask_BR)(loss_BR)}
+
+    term = Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
+    return term
 
 
 class SupervisedWorker(TrainedWorker):
@@ -78,7 +85,7 @@ class SupervisedWorker(TrainedWorker):
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
         )
-        return self.update(term, epochs=epochs)
+        return self.steps(term, epochs=epochs)
 
     def demonstrated_rows(self, batch: Shard, coefficient: float) -> tuple[Shard, Term]:
         """The rows of a shard without those that are `demonstrated`, as rows of another update; and for these the loss
@@ -88,24 +95,11 @@ class SupervisedWorker(TrainedWorker):
         others, demonstrated = (
             replace(batch, columns={**batch.columns, "valid": counts & here}) for here in (~shown, shown)
         )
-        mask = demonstrated.valid_mask
-
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
-            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            return coefficient * loss_BR, {"sft_loss": micro.mean_over(mask_BR)(loss_BR)}
-
-        return others, Term(shard=demonstrated, inputs=lambda micro: micro.scored(1.0), loss=loss)
+        return others, _text_term(demonstrated, coefficient, "sft_loss")
 
     def pretraining_term(self, batch: Shard, coefficient: float) -> Term:
         """The language-model loss on `pretrain_ids`, as a term of another update."""
-        texts = _as_responses(batch, batch.ragged("pretrain_ids"))
-        mask = texts.ragged("response_mask")
-
-        def loss(micro: MicroBatch, output: tuple[Tensor, None]) -> tuple[Tensor, DeviceMetrics]:
-            loss_BR, mask_BR = -micro.to_BR(output[0]), micro.mask_BR(mask)
-            return coefficient * loss_BR, {"pretrain_loss": micro.mean_over(mask_BR)(loss_BR)}
-
-        return Term(shard=texts, inputs=lambda micro: micro.scored(1.0), loss=loss)
+        return _text_term(_as_responses(batch, batch.ragged("pretrain_ids")), coefficient, "pretrain_loss")
 
     @register(
         THREE_D_PROTO,
@@ -126,8 +120,10 @@ class SupervisedWorker(TrainedWorker):
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
-        forward = partial(token_log_probs(1.0).of, self.engine)
-        log_probs = each_response_token(texts, forward, self.budget, self.context)
+        scatter = Scatter(texts.ragged("response_ids"))
+        for micro, (log_probs_N, _) in self.passes(texts, lambda micro: micro.scored(1.0)):
+            scatter.put(micro, log_probs_N)
+        log_probs = scatter.column()
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(

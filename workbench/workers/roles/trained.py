@@ -17,8 +17,7 @@ from workbench.models.spec import Model
 from workbench.support.validation import PositiveFloat, whole
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.saving import save_model
-from workbench.workers.token_budget import TokenBudget
+from workbench.workers.passes import TokenBudget
 from workbench.workers.worker import Context
 
 
@@ -58,8 +57,7 @@ class TrainedWorker(ModelWorker):
         card: a model card in Markdown, such as `wb.model_card(lab)`, which tells of the run; it becomes README.md.
         shard_gb: largest size of a safetensors file, in 1e9 bytes; more weights go into several with an index.
         """
-        assert self.spec.name is not None
-        return save_model(self.engine, path, self.spec.name, self.context, card, shard_gb)
+        return self.write_weights(path, card, shard_gb)
 
     @register(VALUES_OF_RANKS, reads=lambda arguments: arguments["columns"], minibatched=True)
     def measure_gradient(

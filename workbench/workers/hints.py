@@ -1,0 +1,257 @@
+"""What a host says of what went wrong, and of what helps: failed rows, numbers that are not finite, too little memory.
+
+A row's `failure` has a line for each function that failed for it, "STAGE NAME: what it did"; empty where none did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.schema import SCHEMA
+from workbench.batches.schema_check import first_of, is_plainly_right
+from workbench.data.reward_function import NOT_ASKED, first_failure
+from workbench.display.html import bytes_text
+from workbench.errors import StageError
+from workbench.errors.plain_text import said
+from workbench.messages.calls import Call
+from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.replies import FailedRows, Failure, Output
+from workbench.messages.shards import Shard
+from workbench.support.machine import available_bytes
+from workbench.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from workbench.workers.host import Host
+
+NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
+MOST_SHOWN = 6
+Lines = dict[str, list[str]]  # by stage
+
+
+# --- rows for which a function of the user failed ---------------------------------------------------------------------
+
+
+class Status:
+    """Which rows of a shard have failed, in which stages."""
+
+    def __init__(self, batch: Shard) -> None:
+        self._valid = batch.valid.tolist()
+        texts = batch.columns.get("failure", [""] * len(batch))
+        assert isinstance(texts, list)  # the schema has text
+        self._lines: list[Lines] = [{} for _ in texts]
+        for lines, text in zip(self._lines, texts, strict=True):
+            for line in filter(None, text.splitlines()):
+                lines.setdefault(line.partition(" ")[0], []).append(line)
+        self._failed_before = [bool(lines) for lines in self._lines]
+
+    def failed_in(self, stage: str) -> list[bool]:
+        """Of each row, whether a stage failed for it."""
+        return [stage in lines for lines in self._lines]
+
+    def note(self, stage: str, row: int, failures: Mapping[str, StageError]) -> None:
+        """Replace what is known of a stage for a row: by name of the function, its error."""
+        self._lines[row].pop(stage, None)
+        if failures:
+            said = (
+                f"{stage} {name}: {error.what}{error.remedy and f'; {error.remedy}'}"
+                for name, error in failures.items()
+            )
+            self._lines[row][stage] = [" ".join(line.split()) for line in said]
+
+    def columns(self) -> Table:
+        """The columns `valid` and `failure`. A row is valid again where nothing that failed for it is left."""
+        valid = [
+            not lines and (was_valid or had_failed)
+            for lines, was_valid, had_failed in zip(self._lines, self._valid, self._failed_before, strict=True)
+        ]
+        texts = ["\n".join(line for stage in lines.values() for line in stage) for lines in self._lines]
+        return {"valid": torch.tensor(valid, dtype=torch.bool), "failure": texts}
+
+
+def failed_rows(
+    errors: Mapping[int, StageError], numbers: Sequence[int], most: float
+) -> tuple[Metrics, FailedRows | None]:
+    """Of a stage's errors by row: its metric, and what the controller is told. numbers: of the rows in the batch."""
+    metrics: Metrics = {"failed/fraction": Mean(total=len(errors), count=len(numbers))}
+    if not errors:
+        return metrics, None
+    first = first_failure(errors)
+    row = next(numbers[i] for i, error in errors.items() if error is first)
+    not_asked = sum(error.what == NOT_ASKED for error in errors.values())
+    told = FailedRows(count=len(errors), not_asked=not_asked, row=int(row), most=most, first=Failure.of(first))
+    return metrics, told
+
+
+# --- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> frozenset[str]:
+    """Raise `StageError` where a column of numbers of a stage of ours holds NaN or infinity. It names the first such
+    row of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
+
+    Columns of a user's own stages may hold any number. Returns the columns that by this look hold what their schema
+    says.
+    """
+    right = set()
+    for name, column in output.columns.items():
+        schema = SCHEMA.get(name)
+        if schema is not None and is_plainly_right(column, schema):
+            right.add(name)
+            continue
+        found = None if schema is None else first_not_finite(column)
+        if found is None:
+            continue
+        row, token, value = found
+        number = row if call.rows is None else int(call.rows[row])
+        place = f"row {number}" + ("" if token is None else f", response token {token}")
+        why, remedy = _cause(call, shard, worker, row)
+        rows = sum(first_not_finite(_row(column, row)) is not None for row in range(len(column)))
+        more = f", the first of {rows} such rows" if rows > 1 else ""
+        raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
+    return frozenset(right)
+
+
+def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None:
+    """(row, place in a row of tokens, value) of the first number of a column that is NaN or infinite."""
+    values = column.values if isinstance(column, Ragged) else column
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        return None
+    if not values.numel() or all(map(math.isfinite, torch.aminmax(values.detach()))):
+        return None
+    return first_of(column, ~torch.isfinite(values))
+
+
+def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
+    """The columns of a table that hold NaN or infinity in a row, in words; empty where none does."""
+    named = [name for name, column in table.items() if first_not_finite(_row(column, row)) is not None]
+    return ", ".join(map(repr, named))
+
+
+def _row(column: ColumnValues, row: int) -> ColumnValues:
+    if isinstance(column, Ragged):
+        return column.take([row])
+    return column[row : row + 1]
+
+
+def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[str, str]:
+    read = "" if shard is None else not_finite_in(shard.columns, row)
+    if read:
+        return f"so does what it read there: {read}", "mend the stage that made that column"
+    engine: Any = getattr(worker, "engine", None)
+    if engine is None:
+        return "what it read there is finite", "mend what computes it"
+    weight = next((name for name, tensor in engine.local_weights() if not torch.isfinite(tensor).all()), "")
+    if weight:
+        return (
+            f"so does the {call.role}'s weight {weight}",
+            "go back to weights from before; a lower learning_rate, a max_grad_norm or warmup_steps keep them finite",
+        )
+    module = "" if shard is None else _first_module(call, shard, worker, row)
+    remedy = "where only bfloat16 overflows, dtype='float32'; else leave the row out"
+    if module:
+        return (
+            f"what it read there and all weights are finite; the first output that is not is that of {module}",
+            remedy,
+        )
+    return "what it read there and all weights are finite", f"lab.debug() names the module; {remedy}"
+
+
+def _first_module(call: Call, shard: Shard, worker: Worker, row: int) -> str:
+    """The first module whose output is not finite when the stage runs on that row alone; empty where other ranks would
+    have to compute with this one."""
+    operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
+    if worker.context.communicator.world_size > 1 or operation is None or operation.updates or operation.generates:
+        return ""
+    alone: Table = {name: _row(column, row) for name, column in shard.columns.items()}
+    one = replace(
+        shard, columns=alone, rows=shard.rows[row : row + 1], minibatch_sizes=(1,),
+        sample=None if shard.sample is None else shard.sample[row : row + 1],
+    )  # fmt: skip
+    found: list[nn.Module] = []  # in the order in which they finish
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in tensors):
+            found.append(module)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        getattr(worker, call.method)(one, *call.args, **call.kwargs)
+    finally:
+        handle.remove()
+    if not found:
+        return ""
+    model: Any = worker.engine.module  # type: ignore[attr-defined]
+    names = {part: name for name, part in model.named_modules()}
+    return f"{names.get(found[0]) or 'the model'} ({type(found[0]).__name__})"
+
+
+# --- too little memory ------------------------------------------------------------------------------------------------
+
+
+def remedy_for(error: BaseException, host: Host, call: Call) -> str:
+    """What would help against an error of a stage; empty where that is not known."""
+    if not is_out_of_memory(error):
+        return ""
+    try:
+        return f"{_held(host)}; use {', or '.join(_knobs(host, call))}"
+    except Exception:  # what is asked for help must not hide what it is asked about
+        return ""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is that no memory was left: a GPU's, or this machine's."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in said(error) for text in NO_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _held(host: Host) -> str:
+    """The bytes of a host's device, the largest first, in words."""
+    items = [(n, f"{role} {use}") for role, w in host.workers.items() for use, n in w.memory_bytes().items() if n]
+    on_gpu = host.info.device.startswith("cuda")
+    if not on_gpu and host.shard_bytes:
+        items.append((host.shard_bytes, "batches"))
+    shown = ", ".join(f"{what} {bytes_text(n)}" for n, what in sorted(items, reverse=True)[:MOST_SHOWN]) or "no model"
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info(0)
+        room = f"{bytes_text(int(total))} in all, {bytes_text(int(free))} free"
+    else:
+        room = f"{bytes_text(available_bytes())} left on the machine"
+    return f"{host.info.name} ({host.info.device}) holds {shown}; {room}"
+
+
+def _knobs(host: Host, call: Call) -> Iterator[str]:
+    """What makes a stage need less, the nearest first."""
+    worker = host.workers[call.role]
+    operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
+    training, generation = worker.spec.training, worker.spec.generation
+    on_gpu = host.info.device.startswith("cuda")
+    if operation is not None and operation.generates and generation is not None:
+        fraction = generation.gpu_memory_fraction
+        share = f"gpu_memory_fraction (now {'automatic' if fraction is None else f'{fraction:g}'})"
+        cache = share if on_gpu else f"kv_cache_gib (now {generation.kv_cache_gib:g})"
+        if generation.engine == "vllm":
+            yield f"a smaller Generation.{cache}"
+        yield f"a smaller Generation.max_rows (now {generation.rows_at_once(on_gpu=on_gpu)})"
+    elif worker.spec.name is not None and training is not None:
+        tokens = worker.describe().get("micro_batch_tokens") or training.micro_batch_tokens
+        yield "a smaller Training.micro_batch_tokens" + (f" (now {tokens:,})" if tokens else "")
+        if operation is not None and operation.updates and not training.activation_checkpointing:
+            yield "Training(activation_checkpointing=True)"
+    elif call.rows is not None:
+        yield "fewer rows"
+    if on_gpu and not host.info.share_memory and sum(w.uses_device for w in host.workers.values()) > 1:
+        yield "wb.open(share_memory=True), with which roles take turns"
+    yield f"more devices: lab.{call.role}.move(pool, devices), lab.resize(pool, devices)"
