@@ -35,6 +35,9 @@ NEXT = "batch = lab.prompts.next(n)"
 GENERATE = "batch = lab.actor.generate_sequences(batch, max_new_tokens=3)"
 SCORE = "batch = lab.actor.compute_log_prob(batch)"
 CLOSE = "lab.close()"
+IN_KERNEL = """from workbench.export.recorded import read_record
+(text,) = [run.text() for run in read_record([lab.run_folder]).runs if run.id == "gone"]
+assert text.startswith("lab.report("), text"""
 
 
 class Kernel:
@@ -94,6 +97,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     kernel.run("wrong", "import workbench as wb\nm = 3\nwb.open(lr=1e-5)", fails=True)
     counts |= {id: kernel.run(id, text) for id, text in [("open", OPEN), ("next", NEXT)]}
     counts["gone"] = kernel.run("gone", "lab.report('note', {'x': 1.0})")
+    kernel.run("", IN_KERNEL, recorded=False)
     for _ in range(2):
         counts["generate"] = kernel.run("generate", GENERATE.replace("3", "2"))
         counts["next"] = kernel.run("next", NEXT)

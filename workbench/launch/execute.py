@@ -19,7 +19,12 @@ def execute(notebook: Path, folder: Path, opening: dict[str, Any]) -> None:
     content = nbformat.read(notebook, as_version=4)
     client = NotebookClient(content, timeout=None, resources={"metadata": {"path": str(folder)}})
     override = f"from workbench.launch import overrides as o; o.running = o.Script(opening={opening!r}); del o"
-    client.on_notebook_start = lambda notebook: client.kc.execute(override, silent=True)
+
+    def begin(notebook: Any) -> None:
+        assert client.kc is not None
+        client.kc.execute(override, silent=True)
+
+    client.on_notebook_start = begin
     client.execute()
 
 
