@@ -137,8 +137,6 @@ def parser() -> argparse.ArgumentParser:
         "--set", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="for --check: values of parameters"
     )
     export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
-    scrub = add("scrub", _scrub, "mask secrets in the record, logs and checkpoints of an old run; see docs/export.md")
-    scrub.add_argument("run", metavar="RUN", help="a run folder, runs/NAME/DATE, or a checkpoint")
     trust = add(
         "trust", _trust, "sign a checkpoint that was written by another user, or on another machine: its code may run",
         answers=False,
@@ -327,16 +325,6 @@ def _export(arguments: argparse.Namespace) -> int:
     answer |= {"equal": proof.ok, "tolerance": proof.tolerance, "calls": proof.table.to_dict("records")}
     print(json.dumps(answer) if arguments.json else f"{output}\n{proof}")
     return 0 if proof.ok else 1
-
-
-def _scrub(arguments: argparse.Namespace) -> int:
-    from workbench.launch.scrubbing import scrub
-
-    done = scrub(arguments.run)
-    left = {str(path): why for path, why in done.left.items()}
-    answer = {"cleaned": [str(path) for path in done.cleaned], "left": left, "private": done.private}
-    print(json.dumps(answer, indent=2) if arguments.json else done)
-    return 1 if left else 0
 
 
 def _trust(arguments: argparse.Namespace) -> int:

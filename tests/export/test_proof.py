@@ -107,6 +107,11 @@ def test_values_of_parameters() -> None:
     assert option("D", {"a": 1}) == ['--d={"a": 1}']
 
 
+def test_a_script_with_an_option_output_of_its_own_is_refused(tmp_path: Path) -> None:
+    with expect_error(BadInput, value="OUTPUT"):
+        prove(tmp_path / "x.ipynb", 'def main(\n    OUTPUT: str = "x",\n) -> None: ...\n', {})
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_notebook_that_fails_is_named(tmp_path: Path) -> None:

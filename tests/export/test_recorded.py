@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ NEXT = "batch = lab.prompts.next(n)"
 GENERATE = "batch = lab.actor.generate_sequences(batch, max_new_tokens=3)"
 SCORE = "batch = lab.actor.compute_log_prob(batch)"
 CLOSE = "lab.close()"
+IN_KERNEL = """from workbench.export.recorded import read_record
+(text,) = [run.text() for run in read_record([lab.run_folder]).runs if run.id == "gone"]
+assert text.startswith("lab.report("), text"""
 
 
 class Kernel:
@@ -92,6 +97,7 @@ def test_the_order_of_the_run_is_exported_and_doubts_are_told(kernel: Kernel, tm
     kernel.run("wrong", "import workbench as wb\nm = 3\nwb.open(lr=1e-5)", fails=True)
     counts |= {id: kernel.run(id, text) for id, text in [("open", OPEN), ("next", NEXT)]}
     counts["gone"] = kernel.run("gone", "lab.report('note', {'x': 1.0})")
+    kernel.run("", IN_KERNEL, recorded=False)
     for _ in range(2):
         counts["generate"] = kernel.run("generate", GENERATE.replace("3", "2"))
         counts["next"] = kernel.run("next", NEXT)
@@ -179,8 +185,9 @@ def metrics_agree(folder: Path, script: str) -> None:
     """Run a script as a program, and compare what its stages report with what the notebook's did, to the last bit."""
     (folder / "script.py").write_text(script)
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "WORKBENCH_OPEN": json.dumps({"runs": str(folder / "again")})}
-    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "script.py", "--output", "again"]
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:] + script
     proof = compare_runs(folder / "runs", folder / "again")
     assert proof.ok and proof.tolerance == 0, f"{proof}\n{script}"
@@ -320,49 +327,52 @@ def recorded(folder: Path, cells: Sequence[tuple[str, str]]) -> list[Path]:
     """A run folder with the record of cells, by id and text, in the order in which they were run."""
     store = TelemetryStore(folder / "run")
     for number, (id, text) in enumerate(cells, 1):
-        store.append_event("cell", kernel="k", number=number, id=id, text=text, done=True)
+        store.append_event("cell", **asdict(RunCell.of("1-1", number, id, text, True)))
     assert "s3cret" not in (folder / "run" / "events.jsonl").read_text()
     return [folder / "run"]
 
 
+LOGIN = 'import os\nos.environ["MY_TOKEN"] = "s3cret"'
+
+
 @pytest.mark.parametrize("id", ["login", "cut and pasted", ""])
-def test_a_masked_cell_is_exported_with_the_text_of_the_page(tmp_path: Path, id: str) -> None:
-    login = 'import os\nos.environ["MY_TOKEN"] = "s3cret"'
-    page = save(tmp_path / "page.ipynb", [("login", login, 2), ("use", "n = 1", 1)])
-    runs = recorded(tmp_path, [(id, login), ("use", "n = 1")])
+def test_a_cell_is_exported_with_the_text_of_the_page(tmp_path: Path, id: str) -> None:
+    page = save(tmp_path / "page.ipynb", [("login", LOGIN, 2), ("use", "n = 1", 1)])
+    runs = recorded(tmp_path, [(id, LOGIN), ("use", "n = 1")])
     script = export_notebook(page, order="run", runs=runs)
     assert "s3cret" in script.text
-    assert "***" not in script.text
     assert not [line for line in script.told if "edited" in line]
 
 
 @pytest.mark.parametrize("id", ["login", "gone", ""])
-def test_a_masked_cell_that_the_page_lacks_is_refused(tmp_path: Path, id: str) -> None:
+def test_a_cell_that_the_page_lacks_is_read_from_the_history_of_ipython_or_refused(
+    tmp_path: Path, id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     page = save(tmp_path / "page.ipynb", [("login", 'print("other")', 2), ("use", "n = 1", 1)])
-    runs = recorded(tmp_path, [(id, 'n = 1\ntoken = "s3cret"'), ("use", "n = 1")])
-    with pytest.raises(BadInput) as refused:
-        export_notebook(page, order="run", runs=runs)
-    for part in ("In [1]", 'token = "***"', "--as-written"):
-        assert part in str(refused.value)
-    assert "s3cret" not in str(refused.value)
-    assert "***" not in export_notebook(page, order="written", runs=runs).text
-
-
-def test_stars_of_the_notebook_itself_are_no_mask(tmp_path: Path) -> None:
-    store = TelemetryStore(tmp_path / "run")
-    for number, text in enumerate(('import os\nos.environ["NOTE"] = "***"', "n = 1"), 1):
-        store.append_event("cell", **asdict(RunCell.of("k", number, f"gone{number}", text, True)))
-    page = save(tmp_path / "page.ipynb", [("use", "n = 1", 1)])
-    assert 'os.environ["NOTE"] = "***"' in export_notebook(page, order="run", runs=[tmp_path / "run"]).text
+    runs = recorded(tmp_path, [(id, LOGIN), ("use", "n = 1")])
+    for written in (None, "print('of another session')", LOGIN):
+        if written is not None:
+            (tmp_path / "profile_default").mkdir(exist_ok=True)
+            with closing(sqlite3.connect(tmp_path / "profile_default" / "history.sqlite")) as history, history:
+                history.execute("CREATE TABLE IF NOT EXISTS history (session, line, source_raw)")
+                history.execute("DELETE FROM history")
+                history.execute("INSERT INTO history VALUES (1, 1, ?)", (written,))
+        if written == LOGIN:
+            assert "s3cret" in export_notebook(page, order="run", runs=runs).text
+        else:
+            with expect_error(BadInput, value=r"In \[1\]", rule="history of IPython", remedy="--as-written"):
+                export_notebook(page, order="run", runs=runs)
+        assert "s3cret" not in export_notebook(page, order="written", runs=runs).text
 
 
 def test_a_record_brings_no_line_and_nothing_for_a_terminal_into_what_is_told(tmp_path: Path) -> None:
     store = TelemetryStore(tmp_path / "run")
-    store.append_event("cell", **asdict(RunCell.of("k", 1, "gone", "\x1b[2Jn = 1\nm = 2", True)))
+    store.append_event("cell", **{**asdict(RunCell.of("k", 1, "gone", "m = 2", True)), "number": "1\x1b[2J\n"})
     store.append_event("setting", setting="rate\nnote: all is well\x1b[31m", after=1, by="\ud800")
     page = save(tmp_path / "page.ipynb", [("use", "n = 1", 1)])
     (gone, setting) = export_notebook(page, runs=[tmp_path / "run"]).told[:2]
-    assert gone.startswith("In [1] was run") and harmless(gone)
+    assert gone.startswith("In [1") and harmless(gone)
     assert setting.startswith("rate note: all is well was set to 1 by \\ud800") and harmless(setting)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import os
 import re
 import signal
@@ -24,7 +23,6 @@ from tests.cases import TINY, tiny_lab
 from workbench.display.headlines import headlines
 from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, NameTaken, StageInterrupted
-from workbench.launch.overrides import settings
 from workbench.support.validation import Rule
 from workbench.telemetry import TelemetryStore
 
@@ -211,11 +209,9 @@ def test_what_the_command_line_says_goes_before_the_text(
     assert f"wb.open: name='mine' (not 'scripted'), runs='{tmp_path / 'out'}' (not " in said.err
     assert "from the command line\n" in said.err
     events = lab.telemetry.events().set_index("event")["details"]
-    assert set(events["overridden"]["arguments"]) == {"runs", "name"}
-    assert events["overridden"]["arguments"]["name"] == {
-        "value": "mine", "instead_of": "scripted", "given_by": "the command line",
-    }  # fmt: skip
-    assert events["script"]["options"] == {"WITH": "interrupt", "SEED": 3}
+    assert events["overridden"]["arguments"] == {"runs": None, "name": None}  # no text is recorded
+    assert events["script"]["command"][1:] == ["--output", "--seed", "--name", "--with"]
+    assert events["script"]["options"] == {"WITH": None, "SEED": 3}
 
 
 def test_a_script_does_not_take_up_what_another_has_opened(
@@ -229,51 +225,6 @@ def test_a_script_does_not_take_up_what_another_has_opened(
         assert got["lab"] is living
     assert run(laboratory, "--keep") == 1
     assert "--keep with backend='inline'" in capsys.readouterr().err
-
-
-def test_the_environment_says_where_a_notebook_runs(
-    laboratory: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORKBENCH_OPEN", json.dumps({"seed": 3, "runs": str(tmp_path / "else"), "backend": "inline"}))
-    laboratory()
-    lab = got["lab"]
-    assert (lab.seed, lab.run_folder.parent.parent) == (3, tmp_path / "else")
-    assert "from WORKBENCH_OPEN" in capsys.readouterr().err
-    assert set(lab.telemetry.events().set_index("event")["details"]["overridden"]["arguments"]) == {
-        "seed",
-        "runs",
-    }  # inline it is anyway
-    laboratory(SEED=3)
-    assert got["lab"] is lab
-    lab.close()
-    assert run(laboratory, "--output", str(tmp_path / "out"), "--quiet") == 0  # goes before the environment
-    assert got["lab"].run_folder.parent.parent == tmp_path / "out"
-    assert got["lab"].seed == 3
-    assert capsys.readouterr().err.count("\n") == 1  # that of the second call, without --quiet
-
-
-WRONG_ENVIRONMENTS: list[tuple[str, str]] = [
-    ("backend=inline", r"WORKBENCH_OPEN='backend=inline'. is no JSON"),
-    ("[1]", r"WORKBENCH_OPEN='\[1\]'. must be a JSON object"),
-    ('{"sed": 1}', r"WORKBENCH_OPEN with 'sed'.*write 'seed' \(the nearest\)"),
-    ('{"models": {}}', r"WORKBENCH_OPEN with 'models'. it gives where and how a workbench runs: name"),
-    ('{"seed": 1.5}', r"seed=1.5 from WORKBENCH_OPEN. must be a whole number"),
-    ('{"devices": true}', r"devices=True from WORKBENCH_OPEN. must be a whole number"),
-    ('{"backend": "slurm"}', r"backend='slurm' from WORKBENCH_OPEN. must be one of 'ray', 'inline'"),
-    ('{"runs": 3}', r"runs=3 from WORKBENCH_OPEN. must be a text"),
-    ('{"name": "a/b"}', r"name 'a/b' from WORKBENCH_OPEN. a workbench's name has letters"),
-    ('{"track": ["wand"]}', r"track='wand' from WORKBENCH_OPEN. trackers are"),
-]
-
-
-def test_a_wrong_environment(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
-    for text, said in WRONG_ENVIRONMENTS:
-        with subtests.test(text=text, said=said):
-            monkeypatch.setenv("WORKBENCH_OPEN", text)
-            with pytest.raises(BadInput, match=said):
-                settings()
-            monkeypatch.setenv("WORKBENCH_OPEN", " ")
-            assert settings() == {}
 
 
 class _Terminal(io.StringIO):

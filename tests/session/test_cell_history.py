@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from workbench.session.cell_history import _History
+from workbench.session.cell_history import _History, digest_of
 from workbench.telemetry.store import TelemetryStore
 
 
@@ -28,6 +28,7 @@ def test_a_cell_is_recorded_though_the_stop_button_is_pressed_at_its_end(tmp_pat
         shell.run_cell("x = 1 + 1", store_history=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert [cell.text for cell in history.cells] == ["x = 1 + 1"]
+    assert [cell.digest for cell in history.cells] == [digest_of("x = 1 + 1\n")]
     events = store.events()
-    assert list(events["event"]) == ["cell"] and events["details"][0]["text"] == "x = 1 + 1"
+    assert list(events["event"]) == ["cell"] and events["details"][0]["digest"] == digest_of("x = 1 + 1")
+    assert "1 + 1" not in (tmp_path / "events.jsonl").read_text()

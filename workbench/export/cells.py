@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.session.cell_history import digest_of
 from workbench.support.files import path_of, read_json
 
 JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
@@ -37,6 +39,11 @@ class Cell:
     def blank(self) -> bool:
         """Whether there is nothing to run."""
         return not self.text.strip()
+
+    @cached_property
+    def digest(self) -> str:
+        """With which the record of a run holds this text."""
+        return digest_of(self.text)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,16 @@ from workbench.export.program import LINE_LENGTH, program, repeat_name
 from workbench.export.selection import Selection, select
 from workbench.export.statements import Statement, statements_of
 from workbench.export.syntax import left_out
-from workbench.support.secrets import secrets_in
 
 SKIPPED = "skip-export"
 TEXT_WIDTH = 94  # of a comment within main
+# Keys that services issue, by their known prefixes.
+KEY = re.compile(
+    r"(?<![A-Za-z0-9_])(?:hf_[A-Za-z0-9]{16,}|gsk_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}"
+    r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|xox[abpsr]-[\w-]{10,}|A(?:KIA|SIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----"
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def script_of(
     for line in reversed(missing):
         text = _with_head(text, plain_text(f"Not in this script: {' '.join(line.split())}."))
     compile(text, "script", "exec")
-    told += _secrets_told(cells, text)
+    told += _keys_told(cells, text)
     return Script(text, tuple(told), tuple(option.name for option in options))
 
 
@@ -150,14 +156,15 @@ def _with_head(script: str, told: str) -> str:
     return "\n".join([*lines[:end], *[""] * docstring, *comment, *[""] * (not docstring), *lines[end:]])
 
 
-def _secrets_told(cells: Sequence[Cell], text: str) -> list[str]:
-    """Cell and line of what seems to be a secret, where the script has it too."""
+def _keys_told(cells: Sequence[Cell], text: str) -> list[str]:
+    """Cell and line of what has the form of a service's key, where the script has it too."""
     told = []
     for cell in cells:
-        lines = dict.fromkeys(line for line, secret in secrets_in(cell.text) if secret in text)
+        numbered = enumerate(cell.text.split("\n"), 1)
+        lines = [str(number) for number, line in numbered if any(key in text for key in KEY.findall(line))]
         if lines:
             told.append(
-                f"{cell} seems to hold a secret in line {', '.join(map(str, lines))}; the script has it too: "
+                f"{cell} seems to hold a key in line {', '.join(lines)}; the script has it too: "
                 "read it from the environment instead"
             )
     return told

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,9 +68,13 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
     """Run a notebook headless and a script as a program, each in a fresh process, and compare their metrics.
 
     settings: values of parameters, for both. opening: values that both give to `wb.open`, in place of their own.
-    Both work in the notebook's folder; what they leave goes to a temporary one. Workbenches that live are not touched.
-    Raises `ProofFailed` with the last lines of the one that did not run to its end.
+    Both work in the notebook's folder; their run folders, and what they write to a parameter `RUNS`, go to a temporary
+    one. Workbenches that live are not touched. Raises `ProofFailed` with the last lines of the one that did not run to
+    its end, and `BadInput` where the script has an option `--output` of its own.
     """
+    if has_option(script, "(?i:output)"):
+        raise BadInput("a parameter OUTPUT", "--output of the script says where the proof finds what it reports",
+                       "give the parameter another name")  # fmt: skip
     beside = str(notebook.parent.resolve())  # what a notebook imports from there, its script does as well
     with tempfile.TemporaryDirectory(prefix="wb-proof-") as folder:
         base = Path(folder)
@@ -80,14 +85,15 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             (home() / "models").mkdir(parents=True, exist_ok=True)
             (own / "home" / "models").symlink_to(home() / "models")
             write_bytes(own / "home" / KEY_FILE, signing_key())  # both may go on from a checkpoint
-            forced = {**(opening or {}), "runs": str(own / "runs")}
+            runs = str(own / "runs")
+            forced = {**(opening or {}), "runs": runs}
+            given = {"RUNS": runs, **settings} if has_option(script, "RUNS", r"(Annotated\[)?str\b") else settings
             environment = {
                 **os.environ, "WORKBENCH_HOME": str(own / "home"), "WORKBENCH_WIDGETS": "static",
-                "WORKBENCH_OPEN": json.dumps(forced),
                 "PYTHONPATH": os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH")))),
             }  # fmt: skip
             try:
-                run(notebook, script, settings, own, environment)
+                run(notebook, script, given, forced, own, environment)
             finally:  # ends workbenches that were left open: no later process would find them
                 end = [sys.executable, "-m", "workbench.launch.execute"]
                 subprocess.run(end, env=environment, capture_output=True)
@@ -95,7 +101,10 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
         return compare_runs(ran["notebook"], ran["script"])
 
 
-def _run_notebook(path: Path, script: str, settings: Mapping[str, Any], own: Path, environment: dict[str, str]) -> None:
+def _run_notebook(
+    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path,
+    environment: dict[str, str],
+) -> None:  # fmt: skip
     content = json.loads(path.read_text(encoding="utf-8"))
     for number, cell in enumerate(content["cells"], 1):
         if TAGS & set(cell.get("metadata", {}).get("tags", ())):
@@ -107,13 +116,19 @@ def _run_notebook(path: Path, script: str, settings: Mapping[str, Any], own: Pat
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")
     command = [sys.executable, "-m", "workbench.launch.execute", str(written), str(path.parent.resolve())]
+    command.append(json.dumps(opening))
     _finish("notebook", subprocess.run(command, env=environment, capture_output=True, text=True))
 
 
-def _run_script(path: Path, script: str, settings: Mapping[str, Any], own: Path, environment: dict[str, str]) -> None:
+def _run_script(
+    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path,
+    environment: dict[str, str],
+) -> None:  # fmt: skip
     written = own / "script.py"
     written.write_text(script, encoding="utf-8")
     options = [word for name, value in settings.items() for word in option(name, value) if has_option(script, name)]
+    for name, value in opening.items():
+        options += option("output" if name == "runs" else name, value)
     command = [sys.executable, str(written), *options]
     _finish("script", subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parent))
 
@@ -132,8 +147,9 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def has_option(script: str, name: str) -> bool:
-    return f"    {name}: " in script
+def has_option(script: str, name: str, annotation: str = "") -> bool:
+    """Whether its `main` has a parameter of this name. annotation: a pattern of how that begins."""
+    return re.search(rf"(?m)^    {name}: {annotation}", script) is not None
 
 
 def option(name: str, value: Any) -> list[str]:
@@ -168,14 +184,14 @@ def compare_runs(notebook: Path, script: Path) -> Proof:
 
 
 def _labs(runs: Path) -> dict[str, Path]:
-    """Run folders by name and how often it was opened before, as `first` or `first (2)`."""
+    """Run folders by name and how often it was opened before, as `first` or `first (2)`; also those deeper in a folder,
+    where a program was run that the notebook starts."""
     found: dict[str, Path] = {}
     counts: dict[str, int] = defaultdict(int)
-    for folder in sorted(runs.glob("*/*"), key=lambda one: one.name):
-        if folder.is_dir():
-            counts[folder.parent.name] += 1
-            n = counts[folder.parent.name]
-            found[folder.parent.name + (f" ({n})" if n > 1 else "")] = folder
+    for folder in sorted((file.parent for file in runs.rglob("metrics.jsonl")), key=lambda one: one.name):
+        counts[folder.parent.name] += 1
+        n = counts[folder.parent.name]
+        found[folder.parent.name + (f" ({n})" if n > 1 else "")] = folder
     return found
 
 

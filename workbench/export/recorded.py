@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from workbench.export.statements import Statement, statements_of
 from workbench.export.syntax import python_of
 from workbench.session.cell_history import RunCell
 from workbench.stages.live_settings import EVENT
-from workbench.support.secrets import MASK, masked
 from workbench.telemetry.store import TelemetryStore
 
 ASIDE = "skip-export"
@@ -45,17 +43,7 @@ class Record:
     def run_of(self, cell: Cell) -> list[RunCell]:
         """The times that a cell of the page was run: by its id, else by its text."""
         by_id = [run for run in self.runs if run.id and run.id == cell.id]
-        return by_id or [run for run in self.runs if not run.id and run.text.strip() == _as_recorded(cell)]
-
-
-@lru_cache(maxsize=1024)
-def _masked(text: str) -> str:
-    return str(masked(text)).strip()
-
-
-def _as_recorded(cell: Cell) -> str:
-    """The text with which a record holds a cell of the page."""
-    return _masked(cell.text)
+        return by_id or [run for run in self.runs if not run.id and run.digest == cell.digest]
 
 
 def read_record(folders: Iterable[Path]) -> Record:
@@ -74,13 +62,13 @@ def read_record(folders: Iterable[Path]) -> Record:
             if kind == "cell":
                 try:
                     failed = position_of(details.get("failed"))
-                    run = RunCell(**{"masked": MASK in details["text"], **details, "failed": failed})
-                    hash(key := (run.kernel, run.number, run.text))
-                except (KeyError, TypeError):  # a damaged line
+                    run = RunCell(**{**details, "failed": failed})
+                    hash(key := (run.kernel, run.number, run.digest))
+                except TypeError:  # a damaged line
                     continue
                 last = key
-                before = runs.get((run.kernel, run.number, run.text))
-                runs[run.kernel, run.number, run.text] = before if before is not None and before.id else run
+                before = runs.get(key)
+                runs[key] = before if before is not None and before.id else run
                 made.setdefault(last, Made()).add(open_cells.pop(run.number, Made()))
             elif kind == EVENT and details.get("by"):
                 settings.append(
@@ -127,7 +115,7 @@ def _lost(number: int, made: Made) -> str:
     stages = Counter(stage for _, stage in made.stages if stage)
     called = ", ".join(f"{name:.60} {count} times" for name, count in stages.items())
     return (
-        f"In [{number}] was under way when its kernel ended, and its text is not in the record. It called "
+        f"In [{number}] was under way when its kernel ended, and is not among the cells that were run. It called "
         f"{called or 'no stage'}: a script in the order of the run does not"
     )
 
@@ -184,20 +172,20 @@ def _against_record(notebook: Notebook, code: Sequence[Cell], record: Record) ->
     told = []
     for cell in code:
         runs = record.run_of(cell)
-        if runs and runs[-1].text.strip() != _as_recorded(cell):
+        if runs and runs[-1].digest != cell.digest:
             told.append(f"{cell} was edited after it was run")
         if runs and not runs[-1].done:
             told.append(f"{cell} ended with an error")
         done = sum(run.done for run in runs)
         if done > 1:
             told.append(f"{cell} was run {done} times")
-    ids, texts = {cell.id for cell in notebook.cells}, {_as_recorded(cell) for cell in notebook.cells}
-    gone = [run for run in record.runs if run.id not in ids and run.text.strip() not in texts and run.done]
+    ids, digests = {cell.id for cell in notebook.cells}, {cell.digest for cell in notebook.cells}
+    gone = [run for run in record.runs if run.id not in ids and run.digest not in digests and run.done]
     edited = {run.id for run in record.runs if run.id in ids}
     for run in gone:
         if run.id not in edited:
-            first = run.text.strip().splitlines()[0]
-            told.append(f"In [{run.number}] was run, and is no longer on the page: {first:.60}")
+            first = next(iter((run.text() or "").strip().splitlines()), "")
+            told.append(f"In [{run.number}] was run, and is no longer on the page" + f": {first:.60}" * bool(first))
     return told
 
 
@@ -239,7 +227,7 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
     """A cell of the page without what did not run because it failed; whole where it was edited since, where it had
     called something, or where another cell needs what only the rest makes."""
     runs = record.run_of(cell) if cell.code and ASIDE not in cell.tags else []
-    if not runs or runs[-1].done or runs[-1].text.strip() != _as_recorded(cell):
+    if not runs or runs[-1].done or runs[-1].digest != cell.digest:
         return cell
     made = [record.made.get(place, Made()) for place, run in enumerate(record.runs) if run in runs]
     if any(one.calls or one.stages for one in made):
@@ -346,19 +334,16 @@ def _cut(run: RunCell, made: Made, on_page: Cell | None, notebook: Notebook, mis
 
 
 def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:
-    """What was run. Where the record masks a part of it, the page has the whole text; else `BadInput`."""
-    if not run.masked or (on_page is not None and ASIDE in on_page.tags):
-        return run.text
-    cells = [on_page] if on_page is not None and _as_recorded(on_page) == run.text.strip() else notebook.code
-    texts = {cell.text.strip(): cell.text for cell in cells if _as_recorded(cell) == run.text.strip()}
-    if len(texts) == 1:
-        return texts.popitem()[1]
-    lines = run.text.strip().splitlines()
-    line = next((line for line in lines if MASK in line), lines[0])
+    """What was run: the page has it, or IPython's history; else `BadInput`."""
+    if on_page is not None and ASIDE in on_page.tags:
+        return on_page.text
+    text = next((cell.text for cell in notebook.code if cell.digest == run.digest), None) or run.text()
+    if text is not None:
+        return text
     where = "a deleted cell" if on_page is None else f"cell {on_page.number}, edited since,"
     raise BadInput(
-        f"{where} that was run as In [{run.number}]: {line.strip():.60}",
-        f"a script has the text that was run; the record has {MASK} in place of a secret, and the page lacks the text",
-        "put the cell back as it was run and save the notebook; or read the secret from os.environ and run the "
-        "notebook again; or export --as-written",
+        f"{where} that was run as In [{run.number}]",
+        "a script has the text that was run; the page lacks it, and so does the history of IPython, which keeps it on "
+        "the machine and for the user that ran the notebook",
+        "put the cell back as it was run and save the notebook; or export --as-written",
     )

@@ -1,7 +1,6 @@
 """The arguments of `wb.open` that say where and how a workbench runs: their types, and how scripts offer them.
 
-`wb.open` has these types in its signature, the command line of a script has options for them, and the environment
-variable WORKBENCH_OPEN may give them.
+`wb.open` has these types in its signature, and the command line of a script has options for them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,31 @@
-"""Run a notebook headless, in a process of its own: `python -m workbench.launch.execute NOTEBOOK FOLDER`; without
-arguments: end the workbenches, and the Ray head, of this home."""
+"""Run a notebook headless, in a process of its own: `python -m workbench.launch.execute NOTEBOOK FOLDER OPENING`;
+without arguments: end the workbenches, and the Ray head, of this home."""
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
-def execute(notebook: Path, folder: Path) -> None:
-    """From top to bottom, with `folder` as the working directory; the first error ends it."""
+def execute(notebook: Path, folder: Path, opening: dict[str, Any]) -> None:
+    """From top to bottom, with `folder` as the working directory; the first error ends it. opening: arguments that each
+    `wb.open` gets in place of its own, as from the command line of a script."""
     import nbformat
     from nbclient import NotebookClient
 
     content = nbformat.read(notebook, as_version=4)
-    NotebookClient(content, timeout=None, resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(content, timeout=None, resources={"metadata": {"path": str(folder)}})
+    override = f"from workbench.launch import overrides as o; o.running = o.Script(opening={opening!r}); del o"
+
+    def begin(notebook: Any) -> None:
+        assert client.kc is not None
+        client.kc.execute(override, silent=True)
+
+    client.on_notebook_start = begin
+    client.execute()
 
 
 def end() -> None:
@@ -31,4 +42,4 @@ def end() -> None:
 
 
 if __name__ == "__main__":
-    execute(Path(sys.argv[1]), Path(sys.argv[2])) if sys.argv[1:] else end()
+    execute(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])) if sys.argv[1:] else end()

@@ -99,11 +99,11 @@ def open(
     save_every: iterations between automatic checkpoints, see `lab.autosave`; None: none.
     wait_s: how long to wait for devices, or memory of GPUs, that others hold. 0: `DevicesTaken` says within seconds who
         holds them, since when, how much, and how to stop it.
-    record: whether the notebook's cells, and the command line and options of a script, are written to the run folder,
-        with secrets masked. False: they are kept nowhere, and the order in which cells were run cannot be exported.
+    record: whether the run folder says which of the notebook's cells were run (numbers and digests, no text), and the
+        options of a script (names, and values that are numbers or bools). False: neither, and the order in which cells
+        were run cannot be exported.
 
-    A script's command line and the environment variable WORKBENCH_OPEN override these arguments: see `wb.script` and
-    `workbench.launch.overrides`.
+    A script's command line overrides these arguments: see `wb.script`.
 
     Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
@@ -266,7 +266,8 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
 def _workbench(description: Description, run_folder: Path) -> Workbench:
     lab = Workbench(description, run_folder)
     if overrides.running is not None and description.record:
-        lab.history.script_options = overrides.running.options
+        numbers = overrides.numbers_of(overrides.running.options)
+        lab.history.script_options = {name: value for name, value in numbers.items() if value is not None}
     return lab
 
 

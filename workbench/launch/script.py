@@ -62,8 +62,9 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
             parser.error(str(error))
         except WorkbenchError as error:
             _fail(error)
+    given = sys.argv[1:] if argv is None else argv
     script = overrides.Script(
-        command=tuple(sys.argv if argv is None else (sys.argv[0], *argv)),
+        command=(sys.argv[0], *(word.partition("=")[0] for word in given if word.startswith("--"))),
         options={name: arguments.get(name, parameter.default) for name, parameter in own.items()},
         opening=opening,
         keep=arguments.get("script.keep", False),

@@ -1,53 +1,78 @@
-"""What was really run: each cell that a notebook's kernel ran, with its text, kept beside a workbench's telemetry.
+"""Which cells a notebook's kernel ran, kept beside a workbench's telemetry, without their texts.
 
-A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by.
+A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by. It finds
+the texts on the page and in IPython's own history, by their digests.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import sys
+import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.display.interrupts import uninterrupted
-from workbench.support.notebook_cell import failed_cells, failed_position
-from workbench.support.secrets import masked
+from workbench.support.notebook_cell import failed_cells, failed_position, ipython_shell
 from workbench.telemetry.store import TelemetryStore
 from workbench.workers.reload.sources import loaded
 
 
 @dataclass(frozen=True)
 class RunCell:
-    """One execution. kernel: tells kernels apart. number: n of `In [n]`. id: the page's; "" where the front end does
-    not say. text: with `***` in place of secrets. done: whether it ended without an error. masked: whether `***`
-    replaced something. failed: line and column of the statement that ended it with an error, where that is known."""
+    """One execution. kernel: its process and its session in IPython's history, "4321-17". number: n of `In [n]`. id:
+    the page's; "" where the front end does not say. digest: of the text, see `digest_of`. done: whether it ended
+    without an error. failed: line and column of the statement that ended it with an error, where that is known."""
 
     kernel: str
     number: int
     id: str
-    text: str
+    digest: str
     done: bool
-    masked: bool
     failed: tuple[int, int] | None = None
 
     @classmethod
     def of(
         cls, kernel: str, number: int, id: str, text: str, done: bool, failed: tuple[int, int] | None = None
     ) -> RunCell:
-        shown = str(masked(text))
-        return cls(kernel, number, id, shown, done, shown != text, failed)
+        return cls(kernel, number, id, digest_of(text), done, failed)
+
+    def text(self) -> str | None:
+        """What was run, from IPython's own history; None where that does not have it."""
+        with suppress(Exception):  # no IPython, no history, or one that cannot be read
+            for text in _in_history(int(self.kernel.rpartition("-")[2]), self.number):
+                if digest_of(text) == self.digest:
+                    return text
+        return None
+
+
+def digest_of(text: str) -> str:
+    """sha256 of a cell's text, without blank lines around it."""
+    return hashlib.sha256(text.strip().encode(errors="surrogatepass")).hexdigest()
+
+
+def _in_history(session: int, number: int) -> list[str]:
+    """The text of `In [number]` in a session: from this kernel's history, else from the file of the default profile."""
+    shell = ipython_shell()
+    if shell is not None:
+        return [text for _, _, text in shell.history_manager.get_range(session, number, number + 1)]
+    from IPython.paths import locate_profile
+
+    file = Path(locate_profile(), "history.sqlite").as_uri()
+    with closing(sqlite3.connect(f"{file}?mode=ro", uri=True)) as history:
+        query = "SELECT source_raw FROM history WHERE session = ? AND line = ?"
+        return [text for (text,) in history.execute(query, (session, number))]
 
 
 def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
     """From a notebook: add the cells that this kernel has run, and each one that it will run, as events "cell", until
     the workbench is closed; the cell that closes it is the last. Elsewhere: nothing.
     """
-    ipython = sys.modules.get("IPython")  # a notebook has loaded it itself
-    shell: Any = ipython.get_ipython() if ipython is not None else None
+    shell = ipython_shell()
     if shell is None or getattr(shell, "kernel", None) is None:
         return
     if threading.current_thread() is not threading.main_thread():

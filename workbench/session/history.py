@@ -34,7 +34,7 @@ SHORTEST_S = 0.01  # pieces of opening that took less are not listed
 class History:
     """What happened in a workbench, and when; read from the disk.
 
-    script_options: of the script that opened it, which go to trackers.
+    script_options: numbers and bools of the script that opened it, which go to trackers.
     """
 
     def __init__(self, hosts: Hosts, groups: Groups, telemetry: TelemetryStore) -> None:

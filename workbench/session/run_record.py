@@ -2,7 +2,7 @@
 
     {"format": 1, "name", "id", "opened_s", "settings": {name: value}, "code": {...}, "data": {name: value}}
 
-Plain values alone; secrets are masked. Whatever is read is checked: it may be damaged.
+Plain values alone. Whatever is read is checked: it may be damaged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
 from workbench.support.flat_settings import flat
-from workbench.support.secrets import masked
+from workbench.support.notebook_cell import in_notebook
+from workbench.support.notebook_code import is_of_notebook
 
 if TYPE_CHECKING:
     from workbench.data.prompt_stream import PromptStream
@@ -39,8 +40,8 @@ class RunRecord:
     """What a run was opened with.
 
     settings: by name, such as "seed" and "actor/training/learning_rate". code: `commit`, `versions` of libraries,
-    `files` of the package with digests, `functions` by role, each with its name, digest and, where cells are recorded,
-    its source. data: where prompts come from, and a digest of them.
+    `files` of the package with digests, `functions` by role, each with its name, digest and, where it is no function of
+    a cell, its source. data: where prompts come from, and a digest of them.
     """
 
     name: str
@@ -61,7 +62,7 @@ def write_run_record(run_folder: Path, description: Description, prompts: Prompt
         "settings": settings_of(description), "code": {**code_version(), "functions": functions},
         "data": data_of(description, prompts),
     }  # fmt: skip
-    files.write_json(run_folder / RUN_FILE, masked(record))
+    files.write_json(run_folder / RUN_FILE, record)
 
 
 def settings_of(description: Description) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def data_of(description: Description, prompts: PromptStream) -> dict[str, Any]:
 
 def _function(function: Callable[..., Any], with_source: bool) -> dict[str, str]:
     found = function_version(function)
-    if with_source:
+    if with_source and not (in_notebook() and is_of_notebook(inspect.unwrap(function))):
         with suppress(OSError, TypeError):  # of a function that was made without a file
             found["source"] = inspect.getsource(inspect.unwrap(function))[:SOURCE_CHARACTERS]
     return found

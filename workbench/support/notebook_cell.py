@@ -25,7 +25,7 @@ class Cell:
     id: str
 
 
-def _shell() -> Any:
+def ipython_shell() -> Any:
     """IPython's shell; None outside of it. A notebook has imported IPython itself: no reason to import it here."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None
@@ -33,7 +33,7 @@ def _shell() -> Any:
 
 def running_cell() -> Cell | None:
     """The cell that this call comes from; None outside a notebook, and in a thread of its own."""
-    shell = _shell()
+    shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
     if shell is None or kernel is None or threading.current_thread() is not threading.main_thread():
         return None
@@ -71,7 +71,7 @@ def note_failures() -> None:
     """From now on note which of the notebook's cells fail, and where; outside a notebook: nothing. It begins with the
     import of the package, as a workbench may be opened after cells that failed."""
     if in_notebook():
-        _shell().events.register("post_run_cell", _note_failure)  # once, however often it is asked for
+        ipython_shell().events.register("post_run_cell", _note_failure)  # once, however often it is asked for
 
 
 def _note_failure(result: Any) -> None:
@@ -82,13 +82,13 @@ def _note_failure(result: Any) -> None:
 def failed_cells() -> dict[int, tuple[int, int] | None]:
     """Cells of this kernel that failed, by n of `In [n]`: where in the cell, as in `failed_position`; None where that
     is not known, as of those before `note_failures`."""
-    before = getattr(getattr(_shell(), "history_manager", None), "exceptions", {})  # since IPython 9
+    before = getattr(getattr(ipython_shell(), "history_manager", None), "exceptions", {})  # since IPython 9
     return dict.fromkeys(before) | _failed
 
 
 def _position(frames: Iterable[tuple[FrameType, int]]) -> tuple[int, int] | None:
     """Of frames and their instructions, outermost first: the place in the cell's own, or in what `%%time` runs."""
-    variables = getattr(_shell(), "user_ns", None)
+    variables = getattr(ipython_shell(), "user_ns", None)
     of_cell = [(frame, at) for frame, at in frames if frame.f_globals is variables][:2]
     timed = [(frame, at) for frame, at in of_cell[1:] if frame.f_code.co_filename.startswith("<timed ")]
     for frame, at in timed or of_cell:
@@ -99,18 +99,18 @@ def _position(frames: Iterable[tuple[FrameType, int]]) -> tuple[int, int] | None
 
 def variable_of(value: Any) -> str:
     """The first of the notebook's variables that hold this very thing; "" for none."""
-    variables = list(getattr(_shell(), "user_ns", {}).items())
+    variables = list(getattr(ipython_shell(), "user_ns", {}).items())
     return next((name for name, held in variables if held is value and not name.startswith("_")), "")
 
 
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
-    return getattr(_shell(), "kernel", None) is not None
+    return getattr(ipython_shell(), "kernel", None) is not None
 
 
 def notebook_path() -> Path:
     """The file of the notebook that this kernel belongs to, as JupyterLab and VS Code tell it; else `BadInput`."""
-    shell = _shell()
+    shell = ipython_shell()
     told = (shell.user_ns.get("__vsc_ipynb_file__") if shell is not None else None) or os.environ.get(
         "JPY_SESSION_NAME"
     )
@@ -122,6 +122,6 @@ def notebook_path() -> Path:
 
 def code_of_cell(number: int) -> str:
     """The text of the cell that was run as `In [number]`; empty where there is none."""
-    shell = _shell()
+    shell = ipython_shell()
     texts = [] if shell is None else shell.user_ns.get("In", [])
     return str(texts[number]) if 0 < number < len(texts) else ""

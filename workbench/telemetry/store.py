@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
-from workbench.support.secrets import masked
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
@@ -117,15 +116,13 @@ class TelemetryStore:
             self.sinks.log(stage, iteration, numbers)
 
     def append_event(self, event: str, **details: Any) -> None:
-        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold. Secrets in
-        them are masked, see `workbench.support.secrets`."""
-        self._append("events", [{"time_s": time.time(), "event": event, "details": masked(details)}])
+        """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
+        self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
 
     def append_settings(self, algorithm: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """Add the settings of an algorithm, plain values by name, as they are from an iteration on. Secrets in them are
-        masked."""
+        """Add the settings of an algorithm, plain values by name, as they are from an iteration on."""
         row = {"time_s": time.time(), "iteration": iteration, "algorithm": algorithm}
-        self._append("settings", [{**row, "values": masked(dict(values))}])
+        self._append("settings", [{**row, "values": dict(values)}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
         """Add what hosts said of their memory, and which of them said nothing."""
