@@ -26,7 +26,7 @@ def test_a_worker_is_as_one_that_python_begins_and_has_the_code_as_it_is_now(tmp
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WHO": "me"}
 
     def began(*arguments: str, run: Path = program) -> Any:
-        command = [sys.executable, "-S", "-E", "-P", run, place, "script.py", *arguments]
+        command = [sys.executable, "-S", "-E", "-P", str(run), str(place), "script.py", *arguments]
         return json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment, timeout=120))
 
     as_usual = [["a", "b c"], "me", str(tmp_path), str(tmp_path), "__main__"]

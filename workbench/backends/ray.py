@@ -324,8 +324,9 @@ class RayBackend(Backend):
 
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
-        forks = self._head is not None and not _gpus(info) and sys.platform == "linux"
-        return {"py_executable": python_for_hosts(host_socket(self._head))} if forks else {}
+        if self._head is None or _gpus(info) or sys.platform != "linux":
+            return {}
+        return {"py_executable": python_for_hosts(host_socket(self._head))}
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]
