@@ -59,10 +59,11 @@ class LossInputs:
                 of_tokens.add(name)
             if isinstance(value, Ragged):
                 value = value.pad()
-            if isinstance(value, Tensor) and value.is_floating_point():
-                value = value.double()
+            if isinstance(value, Tensor):
+                value = value.double() if value.is_floating_point() else value
+                value = selected(value, inside_BT) if name in of_tokens else value
             if value is not None:
-                values[name] = selected(value, inside_BT) if name in of_tokens else value
+                values[name] = value
         return cls(
             function=function, rows=tuple(rows), inside_BT=inside_BT, values=values, of_tokens=frozenset(of_tokens),
             sizes=sizes,

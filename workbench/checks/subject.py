@@ -301,16 +301,10 @@ def rows_of(table: Table, order: np.ndarray) -> Table:
     return columns_of(rows_at(carry(table), order))
 
 
-def row_gaps(one: Ragged, two: Ragged) -> list[float]:
-    """The largest difference in each row, infinite where a number is none."""
+def row_gaps(one: Ragged, two: Ragged, of_row: Callable[[Tensor], Tensor] = torch.max) -> list[float]:
+    """The largest difference in each row, or another number of its differences; infinite where a number is none."""
     gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
-    return [float(row.max()) if len(row) else 0.0 for row in one.like(gaps).rows()]
-
-
-def mean_gaps(one: Ragged, two: Ragged) -> list[float]:
-    """The mean difference in each row, infinite where a number is none."""
-    gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
-    return [float(row.mean()) if len(row) else 0.0 for row in one.like(gaps).rows()]
+    return [float(of_row(row)) if len(row) else 0.0 for row in one.like(gaps).rows()]
 
 
 def worst(gaps: Sequence[float]) -> tuple[float, int]:
