@@ -77,12 +77,12 @@ def white(column: Ragged) -> Ragged:
 
 class TestAdvantages:
     def test_reinforce_pp_is_the_whitened_reward_to_go(self, lab: wb.Workbench, scored: wb.Batch) -> None:
-        made = lab.compute_advantages(scored, estimator="reinforce_pp", kl_coefficient=BETA)
+        made = lab.compute_advantages(scored, estimator="reinforce_pp", gamma=0.9, kl_coefficient=BETA)
         rewards = rewards_of(scored)
-        expected = torch.cat([
-            rewards[i] - BETA * 0.5 * torch.arange(len(row), 0, -1.0)
-            for i, row in enumerate(ragged(scored, "old_log_prob").rows())
-        ])  # fmt: skip
+        to_go = [0.9 ** torch.arange(len(row) - 1, -1, -1.0) for row in ragged(scored, "old_log_prob").rows()]
+        expected = torch.cat(
+            [rewards[i] * row - BETA * 0.5 * (1 - 0.9 * row) / (1 - 0.9) for i, row in enumerate(to_go)]
+        )
         torch.testing.assert_close(ragged(made, "returns").values, expected, rtol=1e-5, atol=1e-5)
         column = ragged(made, "returns").like(expected)
         torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
