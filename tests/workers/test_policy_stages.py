@@ -94,6 +94,8 @@ class TestAdvantages:
         old = ragged(scored, "old_log_prob")
         column = old.like(torch.repeat_interleave(centred, old.lengths))
         torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
+        of_group = lab.compute_advantages(scored, estimator="dr_grpo")
+        torch.testing.assert_close(ragged(of_group, "advantages").values, column.values, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
         "correction",
