@@ -20,12 +20,11 @@ from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, CheckFailed
 from workbench.models import load_causal_lm
 from workbench.objectives.aggregation import denominator
-from workbench.objectives.estimators import gae, moments
+from workbench.objectives.estimators import gae
 from workbench.objectives.groups import rloo
 from workbench.workers import advantages
 from workbench.workers.micro_batches import each_minibatch
 from workbench.workers.roles import actor as actor_role
-from workbench.workers.roles import numeric
 
 MODELS: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": TINY}
 
@@ -72,12 +71,6 @@ def test_a_mask_that_gae_does_not_read(lab: wb.Workbench, monkeypatch: pytest.Mo
     report = lab.check("advantages")
     assert failed(report) == {"advantages"}
     assert report["advantages"].culprit.startswith(("advantages of row ", "returns of row "))
-
-
-@pytest.mark.thorough
-def test_moments_of_tokens_outside_the_mask(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numeric, "moments", lambda x_BT, mask_BT: moments(x_BT, torch.ones_like(mask_BT)))
-    assert failed(lab.check("advantages")) == {"advantages"}
 
 
 def test_advantages_that_depend_on_the_order_of_rows(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
