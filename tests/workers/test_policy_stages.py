@@ -18,7 +18,11 @@ from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
+from workbench.objectives.aggregation import aggregate, denominator
+from workbench.objectives.correction import correct
 from workbench.objectives.estimators import moments, whiten
+from workbench.objectives.kl import kl_loss
+from workbench.objectives.losses import policy_loss
 from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends
 
 BETA = 0.1
@@ -73,12 +77,12 @@ def white(column: Ragged) -> Ragged:
 
 class TestAdvantages:
     def test_reinforce_pp_is_the_whitened_reward_to_go(self, lab: wb.Workbench, scored: wb.Batch) -> None:
-        made = lab.compute_advantages(scored, estimator="reinforce_pp", kl_coefficient=BETA)
+        made = lab.compute_advantages(scored, estimator="reinforce_pp", gamma=0.9, kl_coefficient=BETA)
         rewards = rewards_of(scored)
-        expected = torch.cat([
-            rewards[i] - BETA * 0.5 * torch.arange(len(row), 0, -1.0)
-            for i, row in enumerate(ragged(scored, "old_log_prob").rows())
-        ])  # fmt: skip
+        to_go = [0.9 ** torch.arange(len(row) - 1, -1, -1.0) for row in ragged(scored, "old_log_prob").rows()]
+        expected = torch.cat(
+            [rewards[i] * row - BETA * 0.5 * (1 - 0.9 * row) / (1 - 0.9) for i, row in enumerate(to_go)]
+        )
         torch.testing.assert_close(ragged(made, "returns").values, expected, rtol=1e-5, atol=1e-5)
         column = ragged(made, "returns").like(expected)
         torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
@@ -90,6 +94,8 @@ class TestAdvantages:
         old = ragged(scored, "old_log_prob")
         column = old.like(torch.repeat_interleave(centred, old.lengths))
         torch.testing.assert_close(ragged(made, "advantages").values, white(column).values, rtol=1e-4, atol=1e-5)
+        of_group = lab.compute_advantages(scored, estimator="dr_grpo")
+        torch.testing.assert_close(ragged(of_group, "advantages").values, column.values, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
         "correction",
@@ -366,6 +372,40 @@ class TestUpdates:
         good = torch.cat([row > 0 for row in ragged(ready, "advantages").rows()])
         assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.1).exp()), rel=1e-4)
         assert metrics["clip_fraction"] == pytest.approx(float(good.float().mean()), abs=1e-6)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"loss": "ppo", "clip": 0.2, "clip_high": 0.3, "correction": wb.Correction()},
+            {"loss": "ppo", "aggregation": "sequence-mean-token-sum", "dual_clip": 1.5, "kl_coefficient": 0.1,
+             "kl": "k3_corrected", "correction": wb.Correction(level="geometric", bound="mask")},
+            {"loss": "gspo", "aggregation": "sequence-mean-token-mean", "clip": 0.1, "kl_coefficient": 0.1, "kl": "k2"},
+            {"loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": 16, "clip": 0.3, "clip_high": 0.4},
+            {"loss": "sapo", "correction": wb.Correction(bound="second_moment", second_moment=0.02)},
+        ],
+        ids=lambda form: f"{form['loss']}-{form.get('aggregation', 'token-mean')}",
+    )  # fmt: skip
+    def test_a_loss_is_its_formula_over_the_whole_minibatch(
+        self, lab: wb.Workbench, ready: wb.Batch, form: dict[str, Any]
+    ) -> None:
+        """For a policy that has moved by half a nat; tests/objectives has the formulas."""
+        table, generator = ready.fetch(), torch.Generator().manual_seed(1)
+        now = ragged(ready, "old_log_prob")
+        for name in ("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantages"):
+            table[name] = now.like(now.values + 0.5 * torch.randn(len(now.values), generator=generator))
+        table["response_mask"] = now.like(torch.rand(len(now.values), generator=generator) < 0.7)
+        padded = {name: column.pad() for name, column in table.items() if isinstance(column, Ragged)}
+        old, ref, mask = (padded[name] for name in ("old_log_prob", "ref_log_prob", "response_mask"))
+        clips = (form.get("clip"), form.get("clip_high"), form.get("dual_clip"))
+        loss, _ = policy_loss(form["loss"], now.pad(), old, padded["advantages"], mask, *clips)
+        if "correction" in form:
+            loss = loss * correct(old, padded["rollout_log_prob"], mask, form["correction"]).weight_BT
+        if "kl" in form:
+            loss = loss + form["kl_coefficient"] * kl_loss(now.pad(), old, ref, form["kl"])
+        how, longest = form.get("aggregation", "token-mean"), form.get("max_response_tokens")
+        expected = aggregate(loss, mask, how, denominator(mask, how, longest))
+        found = lab.actor.update_actor(lab.put(table, meta=ready.meta), **form)["loss"]
+        assert found == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
     def test_each_loss_has_the_clips_of_its_paper(self, lab: wb.Workbench, ready: wb.Batch) -> None:
         """Log-ratios from -0.01 to 2 that differ from token to token, or (GSPO) from response to response."""

@@ -137,13 +137,14 @@ def test_no_token_of_the_environment_has_an_advantage_that_matters(
 
 
 def test_the_baseline_is_the_mean_of_whole_conversations(lab: wb.Workbench, talk: wb.Batch) -> None:
-    made = lab.compute_advantages(talk, estimator="reinforce_turn_baseline", whiten_advantages=False)
+    made = lab.compute_advantages(talk, estimator="reinforce_turn_baseline", gamma=0.9, whiten_advantages=False)
     frame = made.turns()
     totals = frame.groupby("conversation").reward.sum()
     for (conversation, turn), line in frame.set_index(["conversation", "turn"]).iterrows():
         of_one = frame[frame.conversation == conversation].set_index("turn").reward
         group = totals[[conversation - conversation % 2, conversation - conversation % 2 + 1]]
-        assert line.advantage == pytest.approx(of_one[of_one.index >= turn].sum() - group.mean(), abs=1e-5)
+        to_go = sum(0.9 ** (later - turn) * reward for later, reward in of_one.items() if later >= turn)
+        assert line.advantage == pytest.approx(to_go - group.mean(), abs=1e-5)
 
 
 def test_bad_input(lab: wb.Workbench, talk: wb.Batch) -> None:

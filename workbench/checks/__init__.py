@@ -1,7 +1,7 @@
 """Is it right: invariants that are tested on the live system, by `lab.check()`.
 
 A check is a function of a `Subject`, which offers a small batch and the means to run stages on variants of it. It
-returns `subject.finding(figure, threshold, culprit, about)`, or raises `NotApplicable(why)`. To add one: write it in a
+returns `finding(figure, threshold, culprit, about)`, or raises `NotApplicable(why)`. To add one: write it in a
 file here, with a first line of docstring that says what holds, and add a line to CHECKS. A check that takes steps is in
 UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` when it is done.
 """
@@ -12,7 +12,6 @@ from workbench.checks.advantages import check_advantages
 from workbench.checks.engines import check_kl, check_rollout, check_weights
 from workbench.checks.forward import check_dropout, check_invariance, check_ratio
 from workbench.checks.gradients import check_denominators, check_gradients, check_masks
-from workbench.checks.losses import check_losses
 from workbench.checks.report import CheckReport, Finding
 from workbench.checks.subject import Subject
 from workbench.checks.updates import check_frozen, check_replicas
@@ -27,7 +26,6 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "advantages": check_advantages,
     "masks": check_masks,
     "denominators": check_denominators,
-    "losses": check_losses,
     "gradients": check_gradients,
     "frozen": check_frozen,
     "replicas": check_replicas,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
-from workbench.checks.gradients import ROUNDING
-from workbench.checks.loss_checks import LOSS_CHECKS, contributions
-from workbench.checks.loss_subject import LossSubject
+from workbench.checks.loss_checks import COMPARING, LOSS_CHECKS, LossSubject, contributions
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.checks.updates import FROZEN
@@ -75,10 +74,10 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
     findings: list[Finding] = []
     with isolated(lab.runner, "check"):
         for name in chosen:
-            findings.append(_unrepeatable(subject, name) or _run(LOSS_CHECKS, subject, name))
+            findings.append(_run(LOSS_CHECKS, subject, name))
             if name == "returns" and findings[0].verdict == "failed":
-                left = {"verdict": "not applicable", "about": "it does not return what a loss returns"}
-                findings += [Finding(check=other, **left) for other in chosen[1:]]  # type: ignore[arg-type]
+                about = "it does not return what a loss returns"
+                findings += [Finding(check=other, verdict="not applicable", about=about) for other in chosen[1:]]
                 return CheckReport(tuple(findings))
         added = contributions(subject)
     if not added:
@@ -88,34 +87,21 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
 
 
 def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str) -> Finding:
-    subject.check = name
     try:
-        return checks[name](subject)
+        if isinstance(subject, LossSubject) and name in COMPARING:
+            subject.need_repeats()
+        found = checks[name](subject)
     except NotApplicable as reason:
-        return Finding(check=name, verdict="not applicable", about=str(reason))
+        found = Finding(verdict="not applicable", about=str(reason))
     except (HostDied, StageInterrupted):
         raise
     except WorkbenchError as error:  # a stage that does not run is a finding too
-        return Finding(check=name, verdict="failed", culprit=str(error), about="a stage that it needs failed")
+        found = Finding(verdict="failed", culprit=str(error), about="a stage that it needs failed")
     except BaseException as error:
         if passes(error) or not isinstance(subject, LossSubject):
             raise
-        return Finding(check=name, verdict="failed", culprit=told(error), about="the loss raised")
-
-
-def _unrepeatable(subject: LossSubject, name: str) -> Finding | None:
-    """The finding of a check that compares two calls of a loss which does not give the same twice; else None."""
-    if name in ("returns", "repeats"):
-        return None
-    try:
-        figure, culprit = subject.repeats
-    except BaseException as error:  # the check itself says what the loss raised
-        if passes(error):
-            raise
-        return None
-    if figure <= ROUNDING[0]:
-        return None
-    return Finding(check=name, verdict="not applicable", about=f"{culprit}: nothing can be compared")
+        found = Finding(verdict="failed", culprit=told(error), about="the loss raised")
+    return replace(found, check=name)
 
 
 def _sync(lab: Lab) -> None:

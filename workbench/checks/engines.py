@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from workbench.batches.store import Weights
-from workbench.checks.report import Finding, NotApplicable
-from workbench.checks.subject import TEMPERATURE, Subject, and_more, mean_gaps, worst
+from workbench.checks.report import Finding, NotApplicable, finding
+from workbench.checks.subject import TEMPERATURE, Subject, and_more, row_gaps, worst
 
 # Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.
 ENGINES = (1e-3, 0.1)  # float32, bfloat16
@@ -12,10 +14,10 @@ ENGINES = (1e-3, 0.1)  # float32, bfloat16
 
 def check_rollout(subject: Subject) -> Finding:
     """The log-probabilities that the engine sampled with are the trainer's, log softmax(logits / temperature)."""
-    gaps = mean_gaps(subject.ragged("rollout_log_prob"), subject.old_log_prob)
+    gaps = row_gaps(subject.ragged("rollout_log_prob"), subject.old_log_prob, torch.mean)
     gap, row = worst(gaps)
     where = subject.rank_of(subject.rollouts, "rollout_log_prob", row)
-    return subject.finding(
+    return finding(
         gap, subject.by_dtype("actor", *ENGINES), f"actor, row {row}, generated on {where}",
         f"|rollout_log_prob - old_log_prob|, mean over the worst row, nats; temperature {TEMPERATURE} alone",
     )  # fmt: skip
@@ -40,7 +42,7 @@ def check_weights(subject: Subject) -> Finding:
         elif not gap <= limit:
             culprit = culprit or f"{role}, rank {rank}: output head, which does not follow the embeddings in a sync"
     read = min(seen.read for seen in ranks)
-    return subject.finding(
+    return finding(
         max(figures), limit, culprit, f"gap on a probe, nats; {read} weights compared bit for bit in the engine"
     )
 
@@ -60,7 +62,7 @@ def check_kl(subject: Subject) -> Finding:
     if not own.state and actor.name != reference.name:
         raise NotApplicable("the reference began as another model than the actor")
     values, batch = subject.forward("reference", subject.table)
-    gap, row = worst(mean_gaps(values, subject.old_log_prob))
+    gap, row = worst(row_gaps(values, subject.old_log_prob, torch.mean))
     same = 1e-5 if actor.dtype == reference.dtype == "float32" else 0.1
     culprit = f"reference, row {row}, on {subject.rank_of(batch, 'ref_log_prob', row)}"
-    return subject.finding(gap, same, culprit, "|old_log_prob - ref_log_prob|, mean over the worst row, nats")
+    return finding(gap, same, culprit, "|old_log_prob - ref_log_prob|, mean over the worst row, nats")

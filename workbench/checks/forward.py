@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from workbench.batches.columns import Ragged, Table
-from workbench.checks.report import Finding, NotApplicable
+from workbench.checks.report import Finding, NotApplicable, finding
 from workbench.checks.subject import FORWARD, Subject, row_gaps, rows_of, worst
 
 RATIO = "first_minibatch/ratio/max_deviation"
@@ -22,7 +22,7 @@ def check_dropout(subject: Subject) -> Finding:
             found += [(role, rank, modules) for rank, modules in enumerate(group.training_modules()) if modules]
     culprit = "; ".join(f"{role}, rank {rank}: {modules[0] or 'the module itself'}" for role, rank, modules in found)
     count = sum(len(modules) for _, _, modules in found)
-    return subject.finding(count, 0, culprit, "modules in training mode")
+    return finding(count, 0, culprit, "modules in training mode")
 
 
 def check_ratio(subject: Subject) -> Finding:
@@ -50,7 +50,7 @@ def check_ratio(subject: Subject) -> Finding:
             max(deviations({**table, "response_mask": mask.like(_only(mask, row))})) for row in range(subject.rows)
         ]
         culprit = f"actor, rank {rank}; row {worst(of_row)[1]} most"
-    return subject.finding(deviation, limit, culprit, "largest |ratio - 1| in the first minibatch")
+    return finding(deviation, limit, culprit, "largest |ratio - 1| in the first minibatch")
 
 
 def check_invariance(subject: Subject) -> Finding:
@@ -78,7 +78,7 @@ def check_invariance(subject: Subject) -> Finding:
         raise NotApplicable("no role here has a forward stage of workbench's own")
     figure, culprit = max(found)
     about = "largest change of a log-probability, value or score, in units of what rounding may do"
-    return subject.finding(figure, 1.0, culprit, about)
+    return finding(figure, 1.0, culprit, about)
 
 
 def _only(mask: Ragged, row: int) -> torch.Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from workbench.checks.forms import form_name
-from workbench.checks.report import Finding
-from workbench.checks.subject import Subject, and_more, rows_of
+from workbench.checks.report import Finding, finding
+from workbench.checks.subject import MeasuredUpdate, Subject, and_more, dealt_otherwise, rows_of
 from workbench.workers.gradients import GradientReport
 
 # Relative differences that rounding makes of sums in another order.
@@ -24,67 +23,59 @@ def check_masks(subject: Subject) -> Finding:
     """Tokens outside the mask change neither loss nor gradient, whatever their values."""
     every = range(subject.rows)
 
-    def change(role: str, number: int, rows: Sequence[int]) -> tuple[float, str]:
+    def change(update: MeasuredUpdate, rows: Sequence[int]) -> tuple[float, str]:
         table = subject.spoilt(subject.training_table, NUMBERS, rows)
-        spoilt = subject.measure(role, table, subject.all_tokens, **subject.forms(role)[number])
-        return relative_difference(subject.measure_form(role, number), spoilt)
+        spoilt = subject.measure(update.role, table, subject.all_tokens, **update.arguments)
+        return relative_difference(update.ranks, spoilt)
 
     found = []
-    for role in subject.updated_roles():
-        for number, form in enumerate(subject.forms(role)):
-            difference, what = change(role, number, every)
-            difference, culprit = difference / subject.by_dtype(role, *ROUNDING), f"{role}: {what}{form_name(form)}"
-            if difference > 1:
-                of_row = [change(role, number, [row])[0] for row in every]
-                culprit += f"; row {of_row.index(max(of_row))} most"
-            found.append((difference, culprit))
+    for update in subject.measured:
+        difference, what = change(update, every)
+        difference, culprit = difference / subject.by_dtype(update.role, *ROUNDING), f"{update.name}: {what}"
+        if difference > 1:
+            of_row = [change(update, [row])[0] for row in every]
+            culprit += f"; row {of_row.index(max(of_row))} most"
+        found.append((difference, culprit))
     figure, culprit = max(found)
     about = "relative change of loss or gradient by garbage outside the mask, in units of what rounding may do"
-    return subject.finding(figure, 1.0, culprit, about)
+    return finding(figure, 1.0, culprit, about)
 
 
 def check_denominators(subject: Subject) -> Finding:
     """Loss and gradient of a minibatch depend neither on how it is cut into micro-batches, nor on which rank has which
     of its rows, nor on whether rows without advantage are skipped."""
-    found = []
-    for role in subject.updated_roles():
-        table = subject.training_table
-        for number, form in enumerate(subject.forms(role)):
-            others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
-            if subject.lab.groups[role].layout.d > 1:
-                dealt = rows_of(table, subject.dealt_otherwise(role))
-                others["between two ways to deal rows to ranks"] = subject.measure(
-                    role, dealt, subject.all_tokens, **form
-                )
-            if role == "actor" and not {"entropy_coefficient", "kl_coefficient"} & set(form):
-                others["between rows without advantage skipped and not"] = subject.measure(
-                    role, table, subject.all_tokens, **form, entropy_coefficient=HARDLY_ANY
-                )
-            for between, other in others.items():
-                difference, what = relative_difference(subject.measure_form(role, number), other)
-                culprit = f"{role}: {what}{form_name(form)}, {between}"
-                found.append((difference / subject.by_dtype(role, *ROUNDING), culprit))
+    found, table, tokens = [], subject.training_table, subject.all_tokens
+    for role, form, name, ranks in subject.measured:
+        others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
+        if subject.lab.groups[role].layout.d > 1:
+            dealt = rows_of(table, dealt_otherwise(subject.lab, role, subject.rows))
+            others["between two ways to deal rows to ranks"] = subject.measure(role, dealt, tokens, **form)
+        if role == "actor" and not {"entropy_coefficient", "kl_coefficient"} & set(form):
+            others["between rows without advantage skipped and not"] = subject.measure(
+                role, table, tokens, **form, entropy_coefficient=HARDLY_ANY
+            )
+        for between, other in others.items():
+            difference, what = relative_difference(ranks, other)
+            found.append((difference / subject.by_dtype(role, *ROUNDING), f"{name}: {what}, {between}"))
     figure, culprit = max(found)
     about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of what rounding may do"
-    return subject.finding(figure, 1.0, culprit, about)
+    return finding(figure, 1.0, culprit, about)
 
 
 def check_gradients(subject: Subject) -> Finding:
     """Gradients are finite, not all 0, and the same on every rank."""
     bad: dict[str, None] = {}
-    for role in subject.updated_roles():
-        for number in range(len(subject.forms(role))):
-            ranks = subject.measure_form(role, number)
-            for rank, report in enumerate(ranks):
-                for minibatch, first in zip(report.minibatches, ranks[0].minibatches, strict=True):
-                    for name, sketch in minibatch.sketches.items():
-                        if not math.isfinite(sketch.norm):
-                            bad[f"{role}, rank {rank}: the gradient of {name} is not finite"] = None
-                        elif sketch != first.sketches[name]:
-                            bad[f"{role}, rank {rank}: the gradient of {name} is another than on rank 0"] = None
-                    if minibatch.norm == 0:
-                        bad[f"{role}, rank {rank}: every gradient is 0"] = None
-    return subject.finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")
+    for update in subject.measured:
+        for rank, report in enumerate(update.ranks):
+            for minibatch, first in zip(report.minibatches, update.ranks[0].minibatches, strict=True):
+                for name, sketch in minibatch.sketches.items():
+                    if not math.isfinite(sketch.norm):
+                        bad[f"{update.role}, rank {rank}: the gradient of {name} is not finite"] = None
+                    elif sketch != first.sketches[name]:
+                        bad[f"{update.role}, rank {rank}: the gradient of {name} is another than on rank 0"] = None
+                if minibatch.norm == 0:
+                    bad[f"{update.role}, rank {rank}: every gradient is 0"] = None
+    return finding(len(bad), 0, and_more([*bad]), "gradients that are not finite, all 0, or unequal over ranks")
 
 
 def relative_difference(one: list[GradientReport], two: list[GradientReport]) -> tuple[float, str]:

@@ -29,7 +29,7 @@ class Finding:
     check does not apply.
     """
 
-    check: str
+    check: str = ""
     verdict: Verdict
     figure: float = float("nan")
     threshold: float = float("nan")
@@ -37,14 +37,11 @@ class Finding:
     about: str = ""
 
 
-def finding(check: str, figure: float, threshold: float, culprit: str, about: str) -> Finding:
-    """The finding of a check that has measured something; it fails where the figure is above the threshold, or no
-    number."""
+def finding(figure: float, threshold: float, culprit: str, about: str) -> Finding:
+    """What a check has measured; it fails where the figure is above the threshold, or no number."""
     holds = figure <= threshold
-    return Finding(
-        check=check, verdict="ok" if holds else "failed", figure=figure, threshold=threshold,
-        culprit="" if holds else culprit, about=about,
-    )  # fmt: skip
+    verdict: Verdict = "ok" if holds else "failed"
+    return Finding(verdict=verdict, figure=figure, threshold=threshold, culprit="" if holds else culprit, about=about)
 
 
 @dataclass(frozen=True)

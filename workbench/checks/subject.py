@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from workbench.batches.balance import minibatch_rows
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
-from workbench.checks.forms import FORMS
-from workbench.checks.report import Finding, NotApplicable, finding
+from workbench.checks.report import NotApplicable
+from workbench.objectives.correction import Correction
 from workbench.workers.gradients import GradientReport
 
 if TYPE_CHECKING:
@@ -39,6 +39,36 @@ FORWARD = {
     "cost": ("compute_cost", "costs"),
 }
 UPDATES = {"actor": "update_actor", "critic": "update_critic", "cost_critic": "update_cost_critic"}
+# The arguments that updates are measured with: between them, they have every term of a role's loss.
+REGRESSION: tuple[dict[str, Any], ...] = (
+    {"aggregation": "token-mean"},
+    {"aggregation": "sequence-mean-token-mean"},
+)
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "actor": (
+        # without bonus and penalty: rows without advantage are skipped
+        {"loss": "ppo", "aggregation": "token-mean", "correction": Correction()},
+        {
+            "loss": "gspo", "aggregation": "sequence-mean-token-mean", "kl_coefficient": 0.1,
+            "correction": Correction(level="sequence", high=10.0),
+        },
+        {
+            "loss": "cispo", "aggregation": "fixed-length", "max_response_tokens": 16,
+            "entropy_coefficient": 0.01, "pretrain_coefficient": 0.1,
+        },
+    ),
+    "critic": REGRESSION,
+    "cost_critic": REGRESSION,
+}  # fmt: skip
+
+
+class MeasuredUpdate(NamedTuple):
+    """What each rank sees of a role's update with these arguments, in as few micro-batches as can be."""
+
+    role: str
+    arguments: dict[str, Any]
+    name: str
+    ranks: list[GradientReport]
 
 
 class Subject:
@@ -49,12 +79,7 @@ class Subject:
     """
 
     def __init__(self, lab: Lab, go_back: Callable[[], None]) -> None:
-        self.lab, self.go_back, self.check = lab, go_back, ""
-        self._measured: dict[tuple[str, int], list[GradientReport]] = {}
-
-    def finding(self, figure: float, threshold: float, culprit: str, about: str) -> Finding:
-        """The finding of the check under way; it fails where the figure is above the threshold, or no number."""
-        return finding(self.check, figure, threshold, culprit, about)
+        self.lab, self.go_back = lab, go_back
 
     def by_dtype(self, role: str, float32: float, bfloat16: float) -> float:
         """A threshold that depends on what a role computes in."""
@@ -71,14 +96,9 @@ class Subject:
         if operation not in self.lab.groups["actor"].operations:
             raise NotApplicable(f"the actor's worker has no {operation}")
 
-    def minibatches(self, role: str) -> int:
-        """Minibatches of an update of a role."""
-        training = self.lab.groups[role].spec.training
-        return training.minibatches if training else 1
-
     def unit(self, role: str) -> int:
         """The fewest rows of a stage of this role in which each rank has one of each minibatch."""
-        return self.minibatches(role) * self.lab.groups[role].layout.d
+        return minibatches_of(self.lab, role) * self.lab.groups[role].layout.d
 
     # --- the rollouts -------------------------------------------------------------------------------------------------
 
@@ -212,11 +232,6 @@ class Subject:
             spoilt[name] = column.like(torch.where(outside, noise, column.values))
         return spoilt
 
-    def dealt_otherwise(self, role: str) -> np.ndarray:
-        """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
-        minibatches, ranks = minibatch_rows(self.rows, self.minibatches(role)), self.lab.groups[role].layout.d
-        return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
-
     def updated_roles(self) -> list[str]:
         """The roles whose updates can be measured."""
         roles = [role for role in self.roles(UPDATES) if "measure_gradient" in self.lab.groups[role].operations]
@@ -224,17 +239,17 @@ class Subject:
             raise NotApplicable("no role here trains with workbench's own update loop")
         return roles
 
-    def forms(self, role: str) -> tuple[dict[str, Any], ...]:
-        """The arguments that a role's update is measured with: of FORMS those that it knows."""
-        known = self.lab.groups[role].operations[UPDATES[role]].operation.signature.parameters
-        return tuple(form for form in FORMS[role] if set(form) <= set(known)) or ({},)
-
-    def measure_form(self, role: str, number: int) -> list[GradientReport]:
-        """What each rank sees of a form of a role's update on the training table, in as few micro-batches as can be."""
-        key = (role, number)
-        if key not in self._measured:
-            self._measured[key] = self.measure(role, self.training_table, self.all_tokens, **self.forms(role)[number])
-        return self._measured[key]
+    @cached_property
+    def measured(self) -> list[MeasuredUpdate]:
+        """The updates of all roles on the training table, with those of FORMS whose arguments they know."""
+        found = []
+        for role in self.updated_roles():
+            known = set(self.lab.groups[role].operations[UPDATES[role]].operation.signature.parameters)
+            for form in [form for form in FORMS[role] if set(form) <= known] or [{}]:
+                name = ", ".join([role, *(form[name] for name in ("loss", "aggregation") if name in form)])
+                ranks = self.measure(role, self.training_table, self.all_tokens, **form)
+                found.append(MeasuredUpdate(role, form, name, ranks))
+        return found
 
     @cached_property
     def all_tokens(self) -> int:
@@ -245,15 +260,8 @@ class Subject:
     def measure(
         self, role: str, table: Table, micro_batch_tokens: int | None = None, **arguments: Any
     ) -> list[GradientReport]:
-        """What each rank sees of a role's update on these columns; no step is taken."""
-        group = self.lab.groups[role]
-        update = group.operations[UPDATES[role]]
-        known, _ = update.arguments((), arguments)
-        columns = tuple(name for name in update.operation.needed(known))
-        return group.measure_gradient(
-            self.put(table), update=update.__name__, columns=columns, arguments=arguments,
-            micro_batch_tokens=micro_batch_tokens,
-        )  # fmt: skip
+        """What each rank sees of a role's update on these columns, see `measured`."""
+        return measured(self.lab, role, self.put(table), micro_batch_tokens, **arguments)
 
     def update(self, role: str) -> None:
         """Take the steps of an update."""
@@ -262,21 +270,41 @@ class Subject:
         getattr(self.lab.groups[role], UPDATES[role])(self.put(self.training_table))
 
 
+def measured(
+    lab: Lab, role: str, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any
+) -> list[GradientReport]:
+    """What each rank sees of a role's update on a batch; no step is taken. micro_batch_tokens: in place of the
+    setting's."""
+    group = lab.groups[role]
+    known, _ = group.operations[UPDATES[role]].arguments((), arguments)
+    operation = group.operations[UPDATES[role]].operation.given(known)
+    columns = operation.travelling(operation.needed(known), batch)
+    return group.measure_gradient(
+        batch, update=UPDATES[role], columns=columns, arguments=arguments, micro_batch_tokens=micro_batch_tokens
+    )
+
+
+def minibatches_of(lab: Lab, role: str) -> int:
+    """Minibatches of an update of a role."""
+    training = lab.groups[role].spec.training
+    return training.minibatches if training else 1
+
+
+def dealt_otherwise(lab: Lab, role: str, rows: int) -> np.ndarray:
+    """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
+    minibatches, ranks = minibatch_rows(rows, minibatches_of(lab, role)), lab.groups[role].layout.d
+    return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
+
+
 def rows_of(table: Table, order: np.ndarray) -> Table:
     """A table's rows by number, in that order."""
     return columns_of(rows_at(carry(table), order))
 
 
-def row_gaps(one: Ragged, two: Ragged) -> list[float]:
-    """The largest difference in each row, infinite where a number is none."""
+def row_gaps(one: Ragged, two: Ragged, of_row: Callable[[Tensor], Tensor] = torch.max) -> list[float]:
+    """The largest difference in each row, or another number of its differences; infinite where a number is none."""
     gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
-    return [float(row.max()) if len(row) else 0.0 for row in one.like(gaps).rows()]
-
-
-def mean_gaps(one: Ragged, two: Ragged) -> list[float]:
-    """The mean difference in each row, infinite where a number is none."""
-    gaps = (one.values.double() - two.values.double()).abs().nan_to_num(nan=math.inf)
-    return [float(row.mean()) if len(row) else 0.0 for row in one.like(gaps).rows()]
+    return [float(of_row(row)) if len(row) else 0.0 for row in one.like(gaps).rows()]
 
 
 def worst(gaps: Sequence[float]) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from workbench.checks.report import Finding, NotApplicable
+from workbench.checks.report import Finding, NotApplicable, finding
 from workbench.checks.subject import UPDATES, Subject, and_more
 
 FROZEN = ("reference", "teacher", "reward", "cost")
@@ -44,7 +44,7 @@ def check_frozen(subject: Subject) -> Finding:
         for name in old
         if old[name] != new.get(name)
     ]
-    return subject.finding(len(moved), 0, and_more(moved), "weights with other bits after forward passes and an update")
+    return finding(len(moved), 0, and_more(moved), "weights with other bits after forward passes and an update")
 
 
 def check_replicas(subject: Subject) -> Finding:
@@ -75,4 +75,4 @@ def check_replicas(subject: Subject) -> Finding:
                 differ.append(f"{role}, rank {', '.join(map(str, odd))}: {name}")
     finally:
         subject.go_back()
-    return subject.finding(len(differ), 0, and_more(differ), "weights that differ between replicas after an update")
+    return finding(len(differ), 0, and_more(differ), "weights that differ between replicas after an update")
