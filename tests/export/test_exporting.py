@@ -96,8 +96,12 @@ def test_what_needs_a_notebook_is_left_out_also_where_it_has_a_name() -> None:
     text = script_of(page(*cells)).text
     assert body(text)[-1] == "lab.close()" and not re.search("panel|script =|told", text)
     with expect_error(BadInput, value="cell 6 needs 'script'", rule="cell 4 .* left out", remedy="skip-export"):
-        script_of(page(*cells, "told = script.told"))
-    assert "told" not in script_of(page(*cells, ("told = script.told", "skip-export"))).text
+        script_of(page(*cells, "told = list(script.told)"))
+    assert "told" not in script_of(page(*cells, ("told = list(script.told)", "skip-export"))).text
+    for both in ("print(ppo.run(1), script.told)", "x = ppo.run(1), script"):  # it does more
+        with expect_error(BadInput, value="cell 7 needs 'script'"):
+            script_of(page(*cells, "ppo = wb.PPO(lab)", both))
+    assert "ppo.run(2)" in script_of(page(*cells, "ppo = wb.PPO(lab)", "ppo.run(2), panel")).text
     with expect_error(BadInput, value="cell 4 needs 'script'"):  # a name of two things
         script_of(page(*cells, "script = 'other'\nprint(script)"))
 

@@ -3,8 +3,8 @@
 A bare expression only shows something if it is made of names, attributes, subscripts, constants, operators, and calls
 of the methods of `SHOWING`, of `display` and of what is imported from `IPython` and `workbench.display`. Where such a
 call shows the result of a call that does something, as in `ppo.run(2).head()`, the script has that call alone. All
-other statements are in the script, except those that call `panel`, `strip` or `export` of a workbench, which need a
-notebook around them, and bare expressions that use what these return.
+other statements are in the script, except calls of `panel`, `strip` and `export` of a workbench, also assigned, and
+bare expressions that only use what these returned: they need a notebook around them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from workbench.export.statements import Statement, at_margin
+from workbench.export.statements import Statement
 from workbench.export.syntax import replaced
 
 # Methods that answer or draw, and change nothing: of a workbench and its parts, of a frame, of a figure.
@@ -56,8 +56,10 @@ class Looking:
         self._methods, self._of_frames = SHOWING - functions, OF_FRAMES - functions
         self._displays = ({"display", "clear_output"} | imported) - bound
         self._labs = {name for s in statements if _opens(s.node) for name in s.names.binds}
-        others = [s for s in statements if not self._needs_notebook(s.node)]
-        self._of_notebook = bound - {name for s in others for name in s.names.binds}  # such as `panel = lab.panel()`
+        self._of_notebook: set[str] = set()
+        views = [s for s in statements if isinstance(s.node, ast.Assign) and self._needs_notebook(s.node.value)]
+        others = {name for s in statements if s not in views for name in s.names.binds}
+        self._of_notebook = {name for s in views for name in s.names.binds} - others  # such as `panel = lab.panel()`
 
     def without_displays(self, statement: Statement) -> Statement | None:
         """What of a statement is in the script; None if nothing is. Inside of blocks and functions only calls of
@@ -65,10 +67,10 @@ class Looking:
         node = statement.node
         if isinstance(node, ast.Expr):
             part = self._working(node.value)
-            if part is None or self._needs_notebook(node) or statement.names.uses & self._of_notebook:
+            if part is None or self._needs_notebook(part) or self._prints_of_notebook(part):
                 return None
             return statement if part is node.value else _with(statement, [(node.value, part)])
-        if self._needs_notebook(node):
+        if isinstance(node, ast.Assign) and self._needs_notebook(node.value):
             return None
         tried = {id(one) for block in ast.walk(node) if isinstance(block, ast.Try) for one in ast.walk(block)}
         inner = [one for one in ast.walk(node) if isinstance(one, ast.Expr) and self._is_display(one.value)]
@@ -114,16 +116,20 @@ class Looking:
             parts = [node.func.value] if all(map(self._shows, (*node.args, *node.keywords))) else []
         return self._working(parts[0]) if len(parts) == 1 else node
 
-    def _needs_notebook(self, node: ast.stmt) -> bool:
-        """Whether it is an expression or assignment that calls `lab.panel`, `lab.strip` or `lab.export`."""
-        if not isinstance(node, ast.Expr | ast.Assign):
-            return False
-        called = [one.func for one in at_margin([node]) if isinstance(one, ast.Call)]
-        return any(
-            isinstance(one, ast.Attribute) and one.attr in NOTEBOOK_ONLY
-            and isinstance(one.value, ast.Name) and one.value.id in self._labs
-            for one in called
-        )  # fmt: skip
+    def _needs_notebook(self, node: ast.AST) -> bool:
+        """Whether it is `lab.panel(...)`, `lab.strip()` or `lab.export(...)`, or something of what these returned."""
+        while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr in NOTEBOOK_ONLY and _name(called.value) in self._labs:
+                return True
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return _name(node) in self._of_notebook
+
+    def _prints_of_notebook(self, node: ast.expr) -> bool:
+        """Whether it is `print(panel.x)` or the like: a call that is given such a thing, and nothing that does more."""
+        given = [*node.args, *(one.value for one in node.keywords)] if isinstance(node, ast.Call) else []
+        needs = [self._needs_notebook(one) for one in given]
+        return any(needs) and all(need or self._shows(one) for one, need in zip(given, needs, strict=True))
 
 
 def without_unread(statement: Statement, read: set[str]) -> Statement | None:
@@ -142,6 +148,10 @@ def without_unread(statement: Statement, read: set[str]) -> Statement | None:
         return statement
     left = ast.Import(stays) if isinstance(node, ast.Import) else ast.ImportFrom(module, stays, node.level)
     return statement.with_text(ast.unparse(left)) if stays else None
+
+
+def _name(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _opens(node: ast.stmt) -> bool:
