@@ -116,7 +116,6 @@ def parser() -> argparse.ArgumentParser:
     order = export.add_mutually_exclusive_group()
     order.add_argument("--as-written", dest="order", action="store_const", const="written", help="the page (default)")
     order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
-    export.add_argument("--used", action="store_true", help="keep only what the results of the run depend on")
     export.add_argument(
         "--parameters",
         metavar="NAME",
@@ -142,9 +141,6 @@ def parser() -> argparse.ArgumentParser:
         answers=False,
     )  # fmt: skip
     trust.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
-    back = add("notebook", _notebook, "make a notebook of an exported script", answers=False)
-    back.add_argument("script", metavar="SCRIPT")
-    back.add_argument("-o", "--output", metavar="NOTEBOOK", help="default: the script's name, .ipynb, in this folder")
     return top
 
 
@@ -307,7 +303,7 @@ def _export(arguments: argparse.Namespace) -> int:
     page = read_notebook(notebook)
     given = settings_of(arguments.set)
     script = export_notebook(
-        notebook, output, order=arguments.order or "written", used=arguments.used, parameters=arguments.parameters,
+        notebook, output, order=arguments.order or "written", parameters=arguments.parameters,
         loops=arguments.loops, moves=arguments.moves, runs=arguments.run,
     )  # fmt: skip
     answer: dict[str, Any] = {"script": str(output), "parameters": script.parameters, "told": script.told}
@@ -335,15 +331,6 @@ def _trust(arguments: argparse.Namespace) -> int:
     print(plain_text(checkpoint.described(), 4000))
     checkpoint.trust()
     print("its files are those that its manifest names; it is trusted now: wb.restore runs the code that it holds")
-    return 0
-
-
-def _notebook(arguments: argparse.Namespace) -> int:
-    from workbench.export.back import write_notebook
-
-    output = path_of(arguments.output or f"{Path(arguments.script).stem}.ipynb", "-o")
-    _keep_what_is_there(output, arguments.output)
-    print(write_notebook(arguments.script, output))
     return 0
 
 

@@ -181,38 +181,43 @@ def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytes
     assert not (scripts / "owned").exists()
 
 
-def test_what_only_defines_stands_at_the_top() -> None:
+def test_what_is_plain_stands_at_the_top() -> None:
     cell = '''
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 import torch
 
-@dataclass(frozen=True)
-class Settings(object):
-    """Of a reward."""
-    scale: float = -1.0
-    names: list[str] = field(default_factory=list)
-
-    @property
-    def twice(self) -> float | None:
-        return 2 * self.scale
-
-    @twice.setter
-    def twice(self, value: float) -> None: ...
+LIMIT = 3
 
 class Net(torch.nn.Module):
-    @staticmethod
-    @functools.lru_cache(maxsize=4)
-    def f(x: int, *rest: Any, sampling=wb.Sampling(max_new_tokens=4)) -> "Net": ...
+    """A class."""
+    size: int = LIMIT
+
+    def __init__(self, x: "int | None" = None) -> None: ...
 
 class Counting(wb.Worker):
     @wb.register("DP_PROTO", reads=("responses",))
-    def count(self, shard: "wb.Batch", names: "list[str]" = ()) -> "Settings": ...
+    def count(self, shard: wb.Batch, names: list[str] = ()) -> None: ...
+
+def thing(x: tuple[int, ...] = (1, -2), *, f: Callable[[str], float] | None = None, dtype=torch.float32): return Net
+
+@dataclass(frozen=True)
+class Settings:
+    names: list[str] = field(default_factory=list)
 
 @torch.no_grad()
-def thing(x: tuple[int, ...] = (1, 2), f=lambda y: y): return Settings(), Net, Counting
+def decorated(x): return x
+
+def called(sampling=wb.Sampling(max_new_tokens=4)): return Counting
+
+class Kind(ValueError):
+    parts = [Settings()]
 '''
-    script = script_of(page("import workbench as wb", cell, "lab = wb.open('x', prompts=[str(thing())])")).text
-    top = script.split("def main(")[0]
-    assert all(f"{line}" in top for line in ("class Settings", "class Net", "class Counting", "def thing("))
+    use = "str((thing(), called(), Kind, decorated))"
+    script = script_of(page("import workbench as wb", cell, f"lab = wb.open('x', prompts=[{use}])")).text
+    top, main = script.split("def main(")
+    for line in ("LIMIT = 3", "class Net", "class Counting", "def thing("):
+        assert line in top, line
+    for line in ("class Settings", "def decorated", "def called(", "class Kind"):
+        assert f"    {line}" in main, line

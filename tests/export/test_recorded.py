@@ -398,7 +398,7 @@ def test_a_record_brings_no_code_into_a_script() -> None:
     ("options", "message"),
     [
         ({"ordr": "run"}, r"it takes notebook.*write order= \(the nearest\)"), ({"order": "rn"}, "write order='run'"),
-        ({"used": "no"}, "True or False"), ({"runs": "run"}, "a list of names"),
+        ({"loops": "no"}, "True or False"), ({"runs": "run"}, "a list of names"),
     ],
 )  # fmt: skip
 def test_options_of_an_export_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:

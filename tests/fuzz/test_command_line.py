@@ -22,7 +22,7 @@ VALUES = (
     "", "-1", "0", "3", "x", "1.5", "nan", "1e9", "actor=llama-7b", "actor=", "=", ",", "1-1-1", "1-1", "0-0-0",
     "hybridflow", "a\0b", "\x1b[31m", "\ud800", "x" * 300, "/dev/null", "..", "tiny-llama", "ppo", "--", "-", "é",
 )  # fmt: skip
-COMMANDS = ("ls", "stop", "trace", "reshard", "map", "export", "notebook")  # not doctor, which takes seconds
+COMMANDS = ("ls", "stop", "trace", "reshard", "map", "export")  # not doctor, which takes seconds
 
 
 def options(command: str) -> list[str]:

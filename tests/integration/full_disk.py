@@ -129,7 +129,7 @@ def opening(disk: Path) -> None:
 
 
 def exporting(disk: Path) -> None:
-    """`wb export` and `wb notebook`, and the file that was there stays as it was."""
+    """`wb export`, and the file that was there stays as it was."""
     import nbformat
 
     cells = [nbformat.v4.new_code_cell(f"import workbench as wb\nlab = wb.open('x', models={{'actor': {TINY!r}}})")]

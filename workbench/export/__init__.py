@@ -1,7 +1,7 @@
 """From notebook to script, and the proof that they agree.
 
 export_notebook(notebook, output, ...): write the script; what its reader should know comes back with it.
-prove(...): run both, and compare every metric. write_notebook(script, output): the way back.
+prove(...): run both, and compare every metric.
 """
 
 from workbench.export.exporting import Script as Script

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,7 @@ from workbench.export.loops import Repeat, Step, found_repeats
 from workbench.export.moves import fold_moves, opening_of
 from workbench.export.parameters import TAGS, Parameter, possible_parameters, take_parameters
 from workbench.export.program import LINE_LENGTH, program, repeat_name
-from workbench.export.selection import Selection, select
+from workbench.export.selection import select
 from workbench.export.statements import Statement, statements_of
 from workbench.export.syntax import left_out
 
@@ -64,7 +65,6 @@ def _refusals() -> Iterator[None]:
 def script_of(
     cells: Sequence[Cell],
     *,
-    used: bool = False,
     parameters: Collection[str] = (),
     loops: bool = False,
     moves: str = "opening",
@@ -73,11 +73,10 @@ def script_of(
 ) -> Script:
     """A program of the cells, in their order.
 
-    used: keep only what results of the run depend on. parameters: names of assignments that become options, beside
-    those of cells tagged `parameters`. loops: write lines that are repeated as a loop; how often becomes an
-    option. moves: "opening": a workbench that was moved opens where it ended; "steps": the moves stay.
-    placements: name of a workbench -> where it ended, as an expression, where that was recorded. missing: what the
-    notebook did and no cell says, a sentence each: they stand in the script's head.
+    parameters: names of assignments that become options, beside those of cells tagged `parameters`. loops: write lines
+    that are repeated as a loop; how often becomes an option. moves: "opening": a workbench that was moved opens where
+    it ended; "steps": the moves stay. placements: name of a workbench -> where it ended, as an expression, where that
+    was recorded. missing: what the notebook did and no cell says, a sentence each: they stand in the script's head.
 
     Raises `BadInput` that names the cell for what cannot be in a script.
     """
@@ -89,15 +88,13 @@ def script_of(
     statements = [statement for cell in code for statement in statements_of(cell)]
     options, statements = take_parameters(statements, parameters)
     tagged = bool(options)
-    names = [option.name for option in options]
-    selection = select(statements, names, used=used)
+    kept = select(statements, [option.name for option in options])
     told = list(missing)
     if moves == "opening":
-        folded, said = fold_moves(statements, selection.kept, placements or {})
+        kept, said = fold_moves(kept, placements or {})
         told += said
-        selection = select(folded, names, used=used)
     steps: list[Step] = []
-    for step in found_repeats(selection.kept):
+    for step in found_repeats(kept):
         number = 1 + sum(isinstance(one, Repeat) for one in steps)
         steps.append(replace(step, number=number) if isinstance(step, Repeat) else step)
     repeats = [step for step in steps if isinstance(step, Repeat)]
@@ -107,18 +104,19 @@ def script_of(
         ]
     else:
         told += [f"{repeat}; `--loops` writes them as a loop" for repeat in repeats]
-        steps = list(selection.kept)
+        steps = list(kept)
     told += [
         f"{statement.cell} opens with if_exists='replace', and so does the script: it ends a workbench of that name"
-        for statement in selection.kept
+        for statement in kept
         if (opening := opening_of(statement)) and "if_exists='replace'" in ast.unparse(opening)
     ]
-    text = program(_title(cells), options, steps, selection.bound, _explanations(cells, selection))
+    bound = Counter(name for statement in kept for name in statement.names.binds)
+    text = program(_title(cells), options, steps, bound, _explanations(cells, kept))
     for cell in code:
-        lines = [ast.unparse(one.node).replace("\n    ", " ") for one in selection.kept if one.cell is cell and cell.by]
+        lines = [ast.unparse(one.node).replace("\n    ", " ") for one in kept if one.cell is cell and cell.by]
         told += [f"{cell}: `{'; '.join(lines)}` is in the script, and in no cell"] * bool(lines)
     told += [f"{cell}: {said}" for cell in code for said in left_out(cell)]
-    if not tagged and (possible := possible_parameters(selection.kept)):
+    if not tagged and (possible := possible_parameters(kept)):
         text = _with_head(text, _hint_in_script(possible))
         told.append(_hint(possible))
     for line in reversed(missing):
@@ -181,10 +179,10 @@ def _title(cells: Sequence[Cell]) -> str:
     return ""
 
 
-def _explanations(cells: Sequence[Cell], selection: Selection) -> dict[int, str]:
+def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int, str]:
     """The page's text before a cell, by the first kept statement of the cells below it."""
     first_of: dict[int, Statement] = {}
-    for statement in selection.kept:
+    for statement in kept:
         if statement.is_import:
             continue
         before = first_of.get(id(statement.cell))

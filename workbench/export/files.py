@@ -25,7 +25,6 @@ def export_notebook(
     output: str | os.PathLike[str] | None = None,
     *,
     order: Order = "written",
-    used: bool = False,
     parameters: Collection[str] = (),
     loops: bool = False,
     moves: Literal["opening", "steps"] = "opening",
@@ -56,7 +55,6 @@ def export_notebook(
     missing = [*record.settings, *(record.lost if order == "run" else ())]
     script = script_of(
         as_run(page, record, missing) if order == "run" else as_written(page, record, missing, told),
-        used=used,
         parameters=parameters,
         loops=loops,
         moves=moves,

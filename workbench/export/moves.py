@@ -5,68 +5,55 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 
-from workbench.export.looking import builtin
-from workbench.export.statements import Statement, at_margin, root
+from workbench.export.statements import Statement, at_margin, builtin, root
 from workbench.export.syntax import replaced
 
 MOVES = {"move", "relayout", "resize"}
 WORKBENCH = {"wb", "workbench"}  # names of the module
 
 
-def fold_moves(
-    statements: Sequence[Statement], needed: Sequence[Statement], recorded: Mapping[str, str]
-) -> tuple[list[Statement], list[str]]:
-    """The program without its moves, each workbench opened where it ended; and why this could not be done, if not.
+def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> tuple[list[Statement], list[str]]:
+    """The program without its moves, each workbench opened where it ended; and notes on what was done.
 
-    needed: the statements that would be kept with the moves. recorded: name of a workbench -> the placement that it had
-    at the end, as an expression: also of a move that was made by hand in a panel.
+    recorded: name of a workbench -> the placement that it had at the end, as an expression: also of a move that was
+    made by hand in a panel.
     """
-    opened = {name: place for place, s in enumerate(statements) for name in s.names.binds if opening_of(s) is not None}
     result, told = list(statements), []
-    for name, place in opened.items():
-        moves = [s for s in statements if _moves(s, name)]
-        opening = opening_of(statements[place])
-        assert opening is not None
-        known = recorded.get(_title(opening))
-        if not moves and known is None:
+    for place, statement in enumerate(statements):
+        opening = opening_of(statement)
+        if opening is None:
             continue
-        cells = ", ".join(dict.fromkeys(str(s.cell) for s in moves)) or "a panel"
-        target, reason = _target(name, moves, statements, place, needed)
-        given = {keyword.arg for keyword in opening.keywords}
-        if "placement" not in given and None in given:
-            target, reason, known = "", "what `wb.open` is given stands in a dict", None
-        elif sum(name in s.names.binds and not _attaches(s, _title(opening)) for s in statements) > 1:
-            target, reason, known = "", f"{name!r} is made more than once", None
-        elif not all(_is_whole(s, name) for s in moves):
-            target, reason, known = "", "they stand inside of other lines", None
-        if known is not None and not reason.startswith("what"):
-            target, reason = known, ""
-        if not target:
-            told.append(f"the moves of {cells} stay steps of the script: {reason}")
-            continue
-        gone = {id(s) for s in moves}
-        result = [s for s in result if id(s) not in gone]
-        at = result.index(statements[place])
-        result[at] = _with_placement(statements[place], target)
-        if result[at].text != statements[place].text:
-            told.append(f"{name} opens with the placement that {cells} gave it (`--moves steps` keeps the moves)")
+        for name in statement.names.binds:
+            moves = [s for s in statements if any(_is_move(node, name) for node in at_margin([s.node]))]
+            known = recorded.get(_title(opening))
+            if not moves and known is None:
+                continue
+            cells = ", ".join(dict.fromkeys(str(s.cell) for s in moves)) or "a panel"
+            obstacle = _obstacle(name, opening, statements, moves)
+            target = known
+            if target is None and not obstacle:
+                target, obstacle = _last_target(moves[-1], statements, place)
+            if target is None or obstacle:
+                told.append(f"the moves of {cells} stay steps of the script: {obstacle}")
+                continue
+            result = [s for s in result if s not in moves]
+            at = result.index(statement)
+            result[at] = _with_placement(statement, target)
+            if result[at].text != statement.text:
+                told.append(f"{name} opens with the placement that {cells} gave it (`--moves steps` keeps the moves)")
     return result, told
 
 
 def opening_of(statement: Statement) -> ast.Call | None:
     """The `wb.open(...)` that a statement assigns."""
-    node = statement.node
-    call = node.value if isinstance(node, ast.Assign) else None
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "open"):
+    return _call_of_workbench(statement, "open")
+
+
+def _call_of_workbench(statement: Statement, method: str) -> ast.Call | None:
+    call = statement.node.value if isinstance(statement.node, ast.Assign) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method):
         return None
     return call if root(call) in WORKBENCH else None
-
-
-def _attaches(statement: Statement, title: str) -> bool:
-    """Whether it is `lab = wb.attach(title)`: in the script's one process, that gives what was opened."""
-    call = statement.node.value if isinstance(statement.node, ast.Assign) else None
-    named = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "attach"
-    return named and isinstance(call, ast.Call) and root(call) in WORKBENCH and _title(call) == title
 
 
 def _title(call: ast.Call) -> str:
@@ -77,52 +64,41 @@ def _title(call: ast.Call) -> str:
     return str(given[0].value) if isinstance(given[0], ast.Constant) else ""
 
 
-def _moves(statement: Statement, lab: str) -> bool:
-    return any(_is_move(node, lab) for node in at_margin([statement.node]))
+def _is_move(node: ast.AST | None, lab: str) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    return node.func.attr in MOVES and root(node) == lab
 
 
-def _is_move(node: ast.AST, lab: str) -> bool:
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES
-    return called and root(node) == lab
-
-
-def _is_whole(statement: Statement, lab: str) -> bool:
-    """Whether a statement is a move and nothing else."""
-    node = statement.node
-    return isinstance(node, ast.Expr | ast.Assign) and _is_move(node.value, lab)
-
-
-def _target(
-    name: str, moves: Sequence[Statement], statements: Sequence[Statement], place: int, needed: Sequence[Statement]
-) -> tuple[str, str]:
-    """The last placement as an expression that can be evaluated where the workbench opens; or "" and the reason."""
+def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], moves: Sequence[Statement]) -> str:
+    """Why the moves cannot become the placement of the opening, whatever it is; "" if they can."""
+    given = {keyword.arg for keyword in opening.keywords}
+    if "placement" not in given and None in given:
+        return "what `wb.open` is given stands in a dict"
+    # `lab = wb.attach(title)` gives, in the script's one process, what was opened
+    attached = [call for s in statements if (call := _call_of_workbench(s, "attach")) and name in s.names.binds]
+    again = sum(name in s.names.binds for s in statements) - sum(_title(c) == _title(opening) for c in attached)
+    if again > 1:
+        return f"{name!r} is made more than once"
+    if not all(isinstance(s.node, ast.Expr | ast.Assign) and _is_move(s.node.value, name) for s in moves):
+        return "they stand inside of other lines"
     bound = {n for s in moves for n in s.names.binds}
-    read = sorted(bound & {n for s in needed if not _moves(s, name) for n in s.names.needs})
-    if read:
-        return "", f"what they return, {read[0]!r}, is used"
-    if not moves:
-        return "", ""
-    last = moves[-1].node
-    call = last.value if isinstance(last, ast.Expr | ast.Assign) else None
-    if not _is_plain_move(call, name):
+    read = sorted(bound & {n for s in statements if s not in moves for n in s.names.needs})
+    return f"what they return, {read[0]!r}, is used" if read else ""
+
+
+def _last_target(move: Statement, statements: Sequence[Statement], place: int) -> tuple[str, str]:
+    """The placement of the last move, as an expression that can be evaluated where the workbench opens; or "" and the
+    reason."""
+    call = getattr(move.node, "value", None)
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    if call.func.attr != "move" or not isinstance(call.func.value, ast.Name) or len(call.args) != 1:
         return "", "where they lead to is known only when they are run; a record of the run would tell"
-    assert isinstance(call, ast.Call)
     before = {n for s in statements[:place] for n in s.names.binds}
     later = {n for s in statements[place:] for n in s.names.binds}
-    late = sorted(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name) and not builtin(n.id)
-                  and (n.id not in before or n.id in later))  # fmt: skip
-    if late:
-        return "", f"{late[0]!r} is made after the workbench is opened"
-    return ast.unparse(call.args[0]), ""
-
-
-def _is_plain_move(call: ast.AST | None, name: str) -> bool:
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Name)
-        and (call.func.attr, call.func.value.id, len(call.args)) == ("move", name, 1)
-    )
+    names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name) and not builtin(node.id)}
+    late = sorted(n for n in names if n not in before or n in later)
+    return ("", f"{late[0]!r} is made after the workbench is opened") if late else (ast.unparse(call.args[0]), "")
 
 
 def _with_placement(statement: Statement, placement: str) -> Statement:
@@ -132,21 +108,11 @@ def _with_placement(statement: Statement, placement: str) -> Statement:
     for keyword in call.keywords:
         if keyword.arg == "placement":
             return statement.with_text(replaced(statement.text, [(keyword.value, placement)]))
-    assert call.end_lineno is not None and call.end_col_offset is not None
-    lines = statement.text.split("\n")
-    line = lines[call.end_lineno - 1].encode()
-    head = line[: call.end_col_offset - 1].decode()
-    comma = "" if not (call.args or call.keywords) or _ends_with_comma(lines, call, head) else ", "
-    lines[call.end_lineno - 1] = f"{head}{comma}placement={placement}{line[call.end_col_offset - 1 :].decode()}"
-    return statement.with_text("\n".join(lines))
-
-
-def _ends_with_comma(lines: Sequence[str], call: ast.Call, head: str) -> bool:
-    last = max(
-        [*call.args, *(keyword.value for keyword in call.keywords)], key=lambda n: (n.end_lineno, n.end_col_offset)
-    )
-    assert last.end_lineno is not None and call.end_lineno is not None
-    between = lines[last.end_lineno - 1].encode()[last.end_col_offset :].decode()
-    if last.end_lineno == call.end_lineno:
-        between = between[: len(between) - len(lines[call.end_lineno - 1]) + len(head)]
-    return "," in between.partition("#")[0]
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if not given:
+        return statement.with_text(
+            replaced(statement.text, [(call, f"{ast.unparse(call.func)}(placement={placement})")])
+        )
+    last = max(given, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0))
+    text = ast.get_source_segment(statement.text, last)
+    return statement.with_text(replaced(statement.text, [(last, f"{text}, placement={placement}")]))

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from workbench.errors import BadInput, MissingDependency
-from workbench.export.inert import is_inert, origins
+from workbench.export.inert import is_literal, is_plain, origins
 from workbench.export.loops import Repeat, Step, iterated
 from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin
 from workbench.export.syntax import replaced
-from workbench.messages.protocols import PAPERS
 
 LINE_LENGTH = 100
 LOOPS = {"create_task", "ensure_future", "get_running_loop", "get_event_loop"}  # of asyncio
@@ -94,12 +93,7 @@ def hoisted(
         if s.names.binds <= once - parameters
         and not any(hasattr(builtins, name) for name in s.names.binds)
         and (
-            (
-                s.is_definition
-                and is_inert(s.node, known)
-                and not s.names.uses & stored
-                and not any(map(_names_protocol, at_margin([s.node])))
-            )
+            (s.is_definition and is_plain(s.node, known) and not s.names.uses & stored)
             or (
                 _is_constant(s)
                 and not s.names.binds & (changed | rebound)
@@ -126,14 +120,6 @@ def hoisted(
             del above[key]
 
 
-def _names_protocol(node: ast.AST) -> bool:
-    """Whether it is `wb.register(...)` of a protocol that the notebook itself may have added by then."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
-        return False
-    named = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "protocol")]
-    return not all(isinstance(one, ast.Constant) and one.value in PAPERS for one in named)
-
-
 def _unknown(statement: Statement, here: set[str]) -> bool:
     return any(not hasattr(builtins, name) for name in statement.names.uses - here)
 
@@ -146,11 +132,7 @@ def _is_constant(statement: Statement) -> bool:
     node = statement.node
     if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
         return False
-    try:
-        ast.literal_eval(node.value)
-    except ValueError:
-        return False
-    return node.targets[0].id.isupper()
+    return is_literal(node.value) and node.targets[0].id.isupper()
 
 
 def _names_bound(step: Step) -> set[str]:
@@ -262,10 +244,10 @@ def _docstring(text: str) -> str:
 
 
 def formatted(text: str) -> str:
-    """By ruff: imports sorted, lines wrapped. `MissingDependency` where it is not installed."""
+    """By ruff: imports sorted, no needless `pass`, lines wrapped. `MissingDependency` where it is not installed."""
     ruff = [sys.executable, "-m", "ruff"]
     options = ["--isolated", "--quiet", "--stdin-filename", "script.py"]
-    sort = ["check", "--select", "I", "--fix", "--line-length", str(LINE_LENGTH), *options, "-"]
+    sort = ["check", "--select", "I,PIE790", "--fix", "--line-length", str(LINE_LENGTH), *options, "-"]
     shape = ["format", "--line-length", str(LINE_LENGTH), *options, "-"]
     for command in (sort, shape):
         done = subprocess.run([*ruff, *command], input=text, capture_output=True, text=True)

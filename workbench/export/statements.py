@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import re
+import builtins
 import symtable
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell
@@ -44,12 +40,10 @@ class Names:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement at the left margin of a cell. text: with the comments above it. last: whether the cell ends with
-    it, so that the notebook shows its value."""
+    """One statement at the left margin of a cell. text: with the comments above it."""
 
     cell: Cell
     text: str
-    last: bool = False
 
     @cached_property
     def node(self) -> ast.stmt:
@@ -75,8 +69,7 @@ def statements_of(cell: Cell) -> list[Statement]:
     """Those of a code cell, `pass` left out. `BadInput` names the cell that is not Python."""
     text = python_of(cell)
     body = ast.parse(text).body
-    pieces = list(_pieces(text, body))
-    found = [Statement(cell, piece, last=node is body[-1]) for node, piece in zip(body, pieces, strict=True)]
+    found = [Statement(cell, piece) for piece in _pieces(text, body)]
     return [statement for statement in found if not isinstance(statement.node, ast.Pass)]
 
 
@@ -118,7 +111,7 @@ def names_of(text: str) -> Names:
     here = list(at_margin(tree.body))
     augmented = {n.target.id for n in here if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     binds = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented | _in_queries(here)
+    uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented
     uses |= _read_before_bound(here)
     late: set[str] = set()
     rebinds: set[str] = set()
@@ -132,13 +125,6 @@ def names_of(text: str) -> Names:
         stores=frozenset(_stored(here) | augmented),
         changes=frozenset(_stored(here) | augmented | _called(here)),
     )
-
-
-def _in_queries(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names in the texts of `frame.query("reward > @limit")`."""
-    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
-    texts = [one for n in calls if n.func.attr in ("query", "eval") for one in n.args if isinstance(one, ast.Constant)]  # type: ignore[attr-defined]
-    return {name for text in texts for name in re.findall(r"@([^\W\d]\w*)", str(text.value))}
 
 
 def _add_nested(table: symtable.SymbolTable, uses: set[str], late: set[str], rebinds: set[str], at_once: bool) -> None:
@@ -191,34 +177,6 @@ def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-def _spec(module: str) -> ModuleSpec | None:
-    """Where a module comes from; unlike `importlib.util.find_spec` it imports no package around it."""
-    if module in sys.modules:
-        return sys.modules[module].__spec__
-    spec, name, path = None, "", None
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations or []
-    return spec
-
-
-def names_of_module(node: ast.ImportFrom) -> set[str]:
-    """What `from module import *` brings, read from the module's text; nothing where it has none."""
-    try:
-        spec = _spec(node.module or "")
-        tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
-    except (ImportError, ValueError, OSError, SyntaxError):
-        return set()
-    for one in tree.body:
-        if isinstance(one, ast.Assign) and [ast.unparse(target) for target in one.targets] == ["__all__"]:
-            with contextlib.suppress(ValueError):
-                return set(ast.literal_eval(one.value))
-    return {name for name in names_of(ast.unparse(tree)).binds if not name.startswith("_")}
-
-
 def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """All nodes that run in the scope that they are written in: not the bodies of functions and lambdas."""
     for node in nodes:
@@ -250,3 +208,7 @@ def root(node: ast.AST) -> str | None:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Await | ast.Starred):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
+
+
+def builtin(name: str) -> bool:
+    return hasattr(builtins, name) or name in ("__name__", "__file__", "__doc__")
