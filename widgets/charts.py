@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from abc import abstractmethod
-from collections.abc import Hashable
 from functools import cache
 from typing import Any, ClassVar
 

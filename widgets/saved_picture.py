@@ -46,8 +46,8 @@ class SavedPicture:
 
     Charts are outputs of their own below it, as plotly's JSON, which JupyterLab and VS Code draw without a kernel.
 
-    keep: sends all of it, by mark, to a page that puts it into the notebook itself; None: there was no such page yet, and Jupyter
-    updates the output, which it cannot after the page was reloaded.
+    keep: sends all of it, by mark, to a page that puts it into the notebook itself; None: there was no such page yet,
+    and Jupyter updates the outputs, which it cannot after the page was reloaded.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,9 @@ class SavedPicture:
     def hides(self, views: Sequence[View]) -> str:
         """A style that hides the picture of these views, and the outputs of their charts, which follow it."""
         child = ".jp-OutputArea-child"
-        charts = [f"{child}:has(.{self.name})" + f" + {child}" * n for n in range(1, 1 + sum(v.has_figure for v in views))]
+        charts = [
+            f"{child}:has(.{self.name})" + f" + {child}" * n for n in range(1, 1 + sum(v.has_figure for v in views))
+        ]
         return f"{', '.join([f'.{self.name}', *charts])} {{ display: none; }}"
 
     def kept_by(self, keep: Callable[[dict[str, dict[str, Any]]], object]) -> None:

@@ -109,7 +109,11 @@ class Strip(View):
             iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
             if values:
                 rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]
-                return f"{values[-1]:.4g}", sparkline(values, f"reward of the last {len(values)} iterations"), numbers_table(["iteration", REWARD], rows)
+                return (
+                    f"{values[-1]:.4g}",
+                    sparkline(values, f"reward of the last {len(values)} iterations"),
+                    numbers_table(["iteration", REWARD], rows),
+                )
         return "", "", ""
 
     def _fullest(self) -> str:

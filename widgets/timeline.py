@@ -100,7 +100,10 @@ class TimelineView(View):
         gaps = spans.gaps(times, lives, self._callers)
         lived = {lane: within(life, start_s, end_s) for lane, life in zip(spans.lanes, lives, strict=True)}
         there = {lane for lane, (a, b) in lived.items() if b > a or (start_s == end_s and lane in live)}
-        present = {spans.lanes.index(lane): lived[lane] for lane in lanes_of(there, [device for _, device in live if device in {name for _, name in there}])}
+        present = {
+            spans.lanes.index(lane): lived[lane]
+            for lane in lanes_of(there, [device for _, device in live if device in {name for _, name in there}])
+        }
         shown = [row for row in rows if row["end_s"] >= start_s and row["start_s"] <= end_s]
         sizes = {"zoom": float(MOST_ZOOM)} if most is None else {"most": most}
         return drawn(shown, spans, gaps, present, window, fold=self.fold, **sizes)
@@ -194,13 +197,9 @@ class TimelineView(View):
             f"<pre>{escape(code) or 'its code is not known'}</pre>"
         )
 
-    def _gap_details(
-        self, picture: Timeline, pool: str, device: str, start_s: float, end_s: float, cause: int
-    ) -> str:
+    def _gap_details(self, picture: Timeline, pool: str, device: str, start_s: float, end_s: float, cause: int) -> str:
         what = CAUSES[cause]
-        rows = [
-            row for row in picture.rows if not row["parent"] and row["start_s"] < end_s and row["end_s"] > start_s
-        ]
+        rows = [row for row in picture.rows if not row["parent"] and row["start_s"] < end_s and row["end_s"] > start_s]
         running = {f"{row['role']}.{row['stage']} on pool {row['pool']}" for row in rows if row["kind"] != "queue"}
         queued = {
             f"{row['role']}.{row['stage']}"

@@ -27,7 +27,8 @@ BAR = '.span[data-level="0"]'
 # How many times of the axis are in sight.
 SHOWN = """(root) => {
   const { left, right } = root.querySelector(".wb-tl-plot").getBoundingClientRect();
-  const ticks = [...root.querySelectorAll(".wb-tl-moves g[data-room] > text")].map((one) => one.getBoundingClientRect());
+  const ticks = [...root.querySelectorAll(".wb-tl-moves g[data-room] > text")]
+    .map((one) => one.getBoundingClientRect());
   return ticks.filter((one) => one.width && one.left > left && one.right < right).length;
 }"""
 

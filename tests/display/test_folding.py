@@ -85,7 +85,9 @@ def test_two_minutes_between_two_stages_are_a_narrow_break_with_their_length_on_
 
 def test_ticks_stand_at_true_times_and_none_in_a_break() -> None:
     svg = timeline([*STAGE, *later(STAGE, 130, 5)]).svg
-    ticks = {float(at.replace(",", "")): float(x) for x, at in re.findall(r'<text x="([\d.]+)%"[^>]*>([\d,.]+) s<', svg)}
+    ticks = {
+        float(at.replace(",", "")): float(x) for x, at in re.findall(r'<text x="([\d.]+)%"[^>]*>([\d,.]+) s<', svg)
+    }
     critics = [bar for bar in bars(timeline([*STAGE, *later(STAGE, 130, 5)])) if "critic" in "".join(bar.itertext())]
     first, second = (extent(bar) for bar in critics if "update_critic" in "".join(bar.itertext()))
     scale = (first[1] - first[0]) / 4

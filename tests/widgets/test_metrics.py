@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

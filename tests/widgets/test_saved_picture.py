@@ -60,7 +60,7 @@ def test_what_readers_without_a_kernel_leave_of_it(lab: wb.Workbench) -> None:
     ppo.run(2)
     views = list(lab.panel(algorithm=ppo).views.values())
     kept = SavedPicture()
-    places: list[dict[str, str]] = []
+    places: list[dict[str, Any]] = []
     place = SimpleNamespace(update=lambda bundle, raw: places.append(bundle))
     kept._places += [(mark, place) for mark in kept._bundles(views, lab)]
     kept.save(views, lab)

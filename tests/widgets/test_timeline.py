@@ -79,9 +79,9 @@ def test_only_the_newest_spans_and_iterations_are_kept(tmp_path: Path, monkeypat
     for act, value in (("show", "iteration 2"), ("iterations", MOST_ITERATIONS + 1)):
         with expect_error(BadInput, remedy=r"lab\.trace"):
             view.act(act, {"value": value})
-    for value in ("0", "many", None):
+    for wrong in ("0", "many", None):
         with expect_error(BadInput, rule="whole number"):
-            view.act("iterations", {"value": value})
+            view.act("iterations", {"value": wrong})
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,9 @@ def test_times_of_a_live_workbench_agree_with_its_spans(lab: wb.Workbench) -> No
 def test_a_chosen_span_tells_its_facts_and_why_nothing_ran_before_it(lab: wb.Workbench) -> None:
     view = TimelineView(lab, Driver(lab))
     drawing(view)
-    row = next(row for row in view._spans if row["stage"] == "update_actor" and row["kind"] == "compute" and row["run"] > 10)
+    row = next(
+        row for row in view._spans if row["stage"] == "update_actor" and row["kind"] == "compute" and row["run"] > 10
+    )
     view.act("choose", {"span": row["number"]})
     details = drawing(view)["details"]
     for fact in ("update_actor", "actor, rank 0", f"{row['device']} of pool", "before it", "waiting for data"):

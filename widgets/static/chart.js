@@ -3,6 +3,7 @@ import { make } from "./dom.js";
 import { replace } from "./forms.js";
 
 const CHART_BUTTONS = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "sendChartToCloud"] };
+const ASK_AGAIN_MS = 2000; // a server may drop what is sent to it in a rush
 
 export function mountCharts(area, send) {
   const notes = make("div");
@@ -12,7 +13,7 @@ export function mountCharts(area, send) {
   area.append(notes, box, said, below);
   let plotly = null;
   let last = null;
-  let asked = false;
+  let asked = 0; // when plotly was asked for
   let over = false;
 
   function draw(data, buffers) {
@@ -23,8 +24,10 @@ export function mountCharts(area, send) {
     box.hidden = !data.figure;
     if (plotly) plot();
     else if (window.workbenchPlotly) window.workbenchPlotly.then(take, fail);
-    else if (!asked) send("library");
-    asked = true;
+    else if (Date.now() - asked > ASK_AGAIN_MS) {
+      asked = Date.now();
+      send("library");
+    }
   }
 
   function take(library) {

@@ -56,12 +56,16 @@ export function mountTimeline(area, send) {
     move();
   }
 
-  // Show what is in sight: a wider drawing, moved to the left; what has room now is seen.
+  // Show what is in sight: a wider drawing, moved to the left; what has room now is seen, and names stay in sight.
   function move() {
     const moves = picture.querySelector(".wb-tl-moves");
     const wide = (length / (view.to - view.from)) * plotWidth();
+    const left = (view.from / length) * wide;
     moves.setAttribute("width", wide);
-    moves.setAttribute("x", (-view.from / length) * wide);
+    moves.setAttribute("x", -left);
+    for (const name of moves.querySelectorAll('.words > [x$="px"]')) {
+      name.setAttribute("x", `${Math.max(2, left - name.parentNode.x.baseVal.value + 2)}px`);
+    }
     for (const one of moves.querySelectorAll("[data-room]")) {
       one.style.display = one.dataset.room * wide < one.dataset.least ? "none" : "";
     }

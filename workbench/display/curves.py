@@ -192,7 +192,7 @@ def figure(charts: Sequence[Chart]) -> dict[str, Any]:
     looks = dict.fromkeys(look for chart in charts for look in map(_look, _named(chart.curves)))
     top = 8 + KEY_LINE * (1 + sum(8 + len(str(look[0])) for look in looks) // 110) if len(looks) > 1 else 8
     layout: dict[str, Any] = {
-        "grid": {"rows": max(1, rows), "columns": columns, "pattern": "independent", "xgap": 0.16, "ygap": 0.5},
+        "grid": {"rows": max(1, rows), "columns": columns, "pattern": "independent", "xgap": 0.16, "ygap": 0.38},
         "height": top + 40 + HEIGHT * max(1, rows), "margin": {"l": 56, "r": 12, "t": top + 44, "b": 44},
         "font": {"color": INK, "size": 11, "family": "system-ui, sans-serif"},
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "hovermode": "closest",
@@ -275,7 +275,7 @@ def _traces(curve: Curve, at: str, *, unit: str, named: bool) -> list[dict[str, 
     if curve.kind == "points":
         return [{**trace, "mode": "markers", "marker": {**marker, "symbol": f"{stroke.marker}-open", "size": 7}}]
     if curve.kind == "area":
-        area = {"mode": "lines" if len(curve.x) > 2 else "lines+markers", "stackgroup": f"areas{at}"}
+        area: dict[str, Any] = {"mode": "lines" if len(curve.x) > 2 else "lines+markers", "stackgroup": f"areas{at}"}
         area |= {"line": {"color": stroke.colour, "width": 1}, "fillcolor": _shade(stroke.colour, 0.3)}
         if curve.hatch:
             pattern = {"shape": curve.hatch, "fgcolor": stroke.colour, "fillmode": "overlay", "size": 6}

@@ -103,7 +103,9 @@ def sums_of(
         sums["span_s"] += inside_s
         for name in ADDED[1:]:
             sums[name] += row.get(name, 0) * share
-    waits = gaps.seconds(max(present, default=-1) + 1, from_s, to_s)[list(present)].sum(axis=0).tolist() if present else []
+    waits = (
+        gaps.seconds(max(present, default=-1) + 1, from_s, to_s)[list(present)].sum(axis=0).tolist() if present else []
+    )
     there_s = [end_s - begin_s for begin_s, end_s in (within(life, from_s, to_s) for life in present.values())]
     return Sums(
         from_s=from_s - start_s,
@@ -111,7 +113,9 @@ def sums_of(
         device_s=sum(there_s),
         devices=sum(length_s > 0 for length_s in there_s),
         stages=_longest_first(list(found.values())),
-        idle=[{"cause": cause.words, "idle_s": idle_s} for cause, idle_s in zip(CAUSES, waits, strict=False) if idle_s > 0],
+        idle=[
+            {"cause": cause.words, "idle_s": idle_s} for cause, idle_s in zip(CAUSES, waits, strict=False) if idle_s > 0
+        ],
     )
 
 

@@ -83,7 +83,9 @@ class Timeline:
         lines = [f"timeline of {seconds_text(self.window[1] - self.window[0])}: {self.span_count:,} spans on "
                  f"{len(self.summary)} devices"]  # fmt: skip
         for row in self.summary:
-            busy, transfer, queued = (percent(row[name], called_s(row)) for name in ("busy_s", "transfer_s", "queued_s"))
+            busy, transfer, queued = (
+                percent(row[name], called_s(row)) for name in ("busy_s", "transfer_s", "queued_s")
+            )
             idle = percent(row["idle_s"] - row["uncalled_s"], called_s(row))
             name = " ".join(filter(None, (row["pool"], row["device"])))[:24]
             lines.append(f"  {name:24} busy {busy:>5} transfer {transfer:>5} idle {idle:>5} (queued {queued})")
@@ -144,7 +146,7 @@ def timeline(
         raise BadInput(f"timeline from {start} to {end}", "the start must not lie after the end", "swap the two")
     rows = [row for row in rows if row["end_s"] >= start and row["start_s"] <= end]
     found = DeviceSpans(rows, lanes_of(((row["pool"], row["device"]) for row in rows), devices))
-    present = {lane: (start, end) for lane in range(len(found.lanes))}
+    present = dict.fromkeys(range(len(found.lanes)), (start, end))
     return drawn(rows, found, found.gaps((start, end), callers=callers), present, (start, end), fold=fold)
 
 

@@ -50,11 +50,11 @@ SHADES = {
 
 
 class Drawing:
-    """Draws the times from start_s to end_s, unix times.
+    """Draws the bars of a window, unix times.
 
-    lanes: in the order in which they are drawn. times: see `DeviceSpans.times`, a row a lane. gaps: of the lanes by
-    number in `numbers`. most: how many bars are drawn: those of stages, then the longest; of gaps half as many. zoom: up to how many times as
-    wide a page may make it; what has room only then is in the picture, hidden.
+    numbers: of the lanes in `gaps`, in the order in which they are drawn. times: see `DeviceSpans.times`, a row a lane.
+    most: how many bars are drawn: those of stages, then the longest; of gaps half as many. zoom: up to how many times
+    as wide a page may make it; what has room only then is in the picture, hidden.
     """
 
     def __init__(
@@ -80,11 +80,15 @@ class Drawing:
     def svg(self) -> str:
         frame, y = self._legend()
         moving, pool, top = list[str](), None, y + HEAD
-        sublanes = {lane: 1 + max((bar.sublane for bar in self.bars if bar.lane == lane), default=0) for lane in self.numbers}  # fmt: skip
+        sublanes = dict.fromkeys(self.numbers, 1)
+        for bar in self.bars:
+            sublanes[bar.lane] = max(sublanes[bar.lane], 1 + bar.sublane)
         for lane, times in zip(self.numbers, self.times, strict=True):
             if lane[0] != pool:
                 pool = lane[0]
-                frame += f'<text x="4" y="{y + 14}" font-weight="600">{text(f"pool {pool}" if pool else "no stage")}</text>'
+                frame += (
+                    f'<text x="4" y="{y + 14}" font-weight="600">{text(f"pool {pool}" if pool else "no stage")}</text>'
+                )
                 y += HEAD
             height = LANE * sublanes[lane]
             frame += self._head(lane, times, y)
@@ -138,7 +142,7 @@ class Drawing:
         if room is None:
             return ""
         place = f'{self._place(left, right)} y="{y:g}" height="{height:g}"'
-        return f'<svg {place} pointer-events="none"{room}>{words}</svg>'
+        return f'<svg class="words" {place} pointer-events="none"{room}>{words}</svg>'
 
     def pattern(self, kind: str, stroke: str) -> str:
         """Reference to the hatch of a kind of work, or of a cause of idle time, in a colour."""
@@ -215,8 +219,8 @@ class Drawing:
         return "; ".join(told)
 
     def _axis(self, top: float, bottom: float) -> str:
-        """Ticks at true times, seconds from the start. The step is 1 or 5 times a power of ten; each tick has room up to
-        the next one of its step, or to the next one of a larger step."""
+        """Ticks at true times, seconds from the start. The step is 1 or 5 times a power of ten; each tick has room up
+        to the next one of its step, or to the next one of a larger step."""
         step, parts = _step(self.length_s * TICK_ROOM / self.plot), list[str]()
         taken, steps = [-math.inf, math.inf], [step]
         while (step := _step(step / 5)) * self.plot * self.zoom >= TICK_ROOM * self.length_s:
@@ -260,9 +264,7 @@ class Drawing:
                 x, anchor = (left, "start") if x < half else (right, "end")
             place = f'x="{_percent(x)}" y="{top - 8:g}" text-anchor="{anchor}"'
             words = f"<text {place}>{text(label)}</text>" if label else ""
-            parts.append(
-                f'<g class="break" pointer-events="none"><title>{text(told)}</title>{lines}{words}</g>'
-            )
+            parts.append(f'<g class="break" pointer-events="none"><title>{text(told)}</title>{lines}{words}</g>')
         return "".join(parts)
 
     # --- gaps and bars ------------------------------------------------------------------------------------------------
@@ -274,7 +276,9 @@ class Drawing:
             cause, left, right = CAUSES[self.gaps.cause[n]], *(edges[n] for edges in self.gap_edges)
             start_s, end_s = float(self.gaps.start_s[n]), float(self.gaps.end_s[n])
             where = next(" ".join(one) for one, number in self.numbers.items() if number == lane)
-            hover = f"idle: {cause.words} ({cause.letter})\non {where}, {seconds_text(end_s - start_s)}\n{cause.meaning}"
+            hover = (
+                f"idle: {cause.words} ({cause.letter})\non {where}, {seconds_text(end_s - start_s)}\n{cause.meaning}"
+            )
             told = f'data-gap="{start_s!r} {end_s!r} {self.gaps.cause[n]}"'
             fill = f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"'
             place = f'{self._place(left, right)} y="{y:g}" height="{height:g}"'
@@ -304,7 +308,9 @@ class Drawing:
 
 def _label(stage: str, style: RoleStyle) -> str:
     letter = f'<tspan font-weight="700">{text(style.letter)}</tspan>'
-    return f'<text x="2" y="12" font-size="11" fill="{style.ink}">{letter} {text(stage.removeprefix("compute_"))}</text>'
+    return (
+        f'<text x="2px" y="12" font-size="11" fill="{style.ink}">{letter} {text(stage.removeprefix("compute_"))}</text>'
+    )
 
 
 def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
