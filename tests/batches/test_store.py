@@ -177,7 +177,10 @@ def test_arms_start_from_the_same_weights_and_leave_them_as_they_were(lab: wb.Wo
     assert not advantages["ppo"].equals(advantages["grpo"])
     html = comparison._repr_html_()
     (chart,) = [one for one in comparison.charts() if one.title.startswith("advantages")]
-    assert [curve.name for curve in chart.curves] == list(advantages.columns) and chart.ends == ("smallest", "largest")
+    assert [curve.name for curve in chart.curves] == list(advantages.columns) and chart.ticks == {
+        0: "smallest",
+        1: "largest",
+    }
     assert all(list(curve.y) == sorted(curve.y) for curve in chart.curves)
     assert "The same in all arms that have it: token_rewards, values, rewards" in html
     assert "rewards, mean over each response" not in [one.title for one in comparison.charts()]

@@ -223,8 +223,8 @@ class Comparison(Charted):
                 if y := sorted(value for value in values.tolist() if math.isfinite(value)):
                     x = [n / max(1, len(y) - 1) for n in range(len(y))]
                     curves.append(Curve(name=str(arm), x=x, y=y, stroke=STROKES[len(curves) % len(STROKES)]))
-            title, ends = f"{name}, mean over each response", ("smallest", "largest")
-            charts.append(Chart(title=title, curves=tuple(curves), x="responses, sorted", ends=ends))
+            title, ticks = f"{name}, mean over each response", {0.0: "smallest", 1.0: "largest"}
+            charts.append(Chart(title=title, curves=tuple(curves), x="responses, sorted", ticks=ticks))
         return charts
 
     def _repr_html_(self) -> str:

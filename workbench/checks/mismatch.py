@@ -84,8 +84,8 @@ class Mismatch(Charted):
         for name in gaps.columns[3:]:
             found = np.quantile(np.abs(gaps[name].to_numpy()), places).tolist()
             curves.append(Curve(name=name, x=places.tolist(), y=found, stroke=STROKES[len(curves) % len(STROKES)]))
-        title, ends = f"|gap| of tokens to {self.base}, nats", ("smallest", "largest")
-        return [Chart(title=title, curves=tuple(curves), x="tokens, by their gap", log=True, ends=ends)]
+        title, ticks = f"|gap| of tokens to {self.base}, nats", {0.0: "smallest", 1.0: "largest"}
+        return [Chart(title=title, curves=tuple(curves), x="tokens, by their gap", log=True, ticks=ticks)]
 
     def _repr_html_(self) -> str:
         rows = [{"precision": name, **{str(key): f"{value:.3g}" for key, value in row.items()}}

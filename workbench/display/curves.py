@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape as escape_html
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,8 @@ class Curve:
     """Numbers y at x; a y that is not finite is a gap.
 
     kind: "line"; "faint", the ground of another line; "points", not joined; "area", stacked on the areas before it,
-    which have the same x; "band", from `low` to y, the ground of a line. source: which run it is of; "" for the one
+    which have the same x; "band", from `low` to y, the ground of a line; "intervals", points y, each with a bar from
+    `low` to `high`. source: which run it is of; "" for the one
     that is looked at. hatch: of an area, the shape of a plotly pattern. words: what each point is, shown where the
     pointer is.
     """
@@ -48,8 +49,9 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     stroke: Stroke = STROKES[0]
-    kind: Literal["line", "faint", "points", "area", "band"] = "line"
+    kind: Literal["line", "faint", "points", "area", "band", "intervals"] = "line"
     low: Sequence[float] = field(default=())
+    high: Sequence[float] = field(default=())
     source: str = ""
     hatch: str = ""
     words: Sequence[str] = field(default=())
@@ -61,7 +63,7 @@ class Chart:
 
     y: what it counts, in a word or two at its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten;
     what is not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for
-    it, drawn across. ends: words at the two ends of the x axis, in place of its numbers.
+    it, drawn across. ticks: words by x, in place of the numbers of the axis.
     """
 
     title: str
@@ -73,7 +75,7 @@ class Chart:
     note: str = ""
     at: float | None = None
     limit: tuple[float, str] | None = None
-    ends: tuple[str, str] | None = None
+    ticks: Mapping[float, str] | None = None
 
 
 class Charted:
@@ -221,8 +223,8 @@ def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
     common = {"gridcolor": GRID, "linecolor": INK, "zerolinecolor": GRID, "uirevision": chart.title}
     xs = [x for curve in chart.curves for x in curve.x]
     across = {**common, "title": {"text": escape(chart.x), "standoff": 4}, "nticks": 8}
-    if chart.ends and xs:
-        across |= {"tickvals": [min(xs), max(xs)], "ticktext": [escape(end) for end in chart.ends]}
+    if chart.ticks:
+        across |= {"tickvals": list(chart.ticks), "ticktext": [escape(words) for words in chart.ticks.values()]}
     elif chart.x == "iteration" and xs and max(xs) - min(xs) < 9:  # whole numbers alone
         across |= {"tick0": 0, "dtick": 1}
     up = {**common, "type": "log" if chart.log else "linear", "title": {"text": escape(chart.y), "standoff": 4}}
@@ -272,6 +274,11 @@ def _traces(curve: Curve, at: str, *, unit: str, named: bool) -> list[dict[str, 
         return [{**edge, "y": _finite(curve.low)}, {**edge, **filled}]
     if curve.kind == "faint":
         return [{**trace, "mode": "lines", "line": {**line, "dash": "solid", "width": 1}, "opacity": 0.4}]
+    if curve.kind == "intervals":
+        ends = zip(curve.y, curve.low, curve.high, strict=True)
+        below, above = zip(*((y - low, high - y) for y, low, high in ends), strict=True)
+        bars = {"type": "data", "symmetric": False, "arrayminus": _finite(below), "array": _finite(above)}
+        return [{**trace, "mode": "markers", "marker": {**marker, "size": 9}, "error_y": bars}]
     if curve.kind == "points":
         return [{**trace, "mode": "markers", "marker": {**marker, "symbol": f"{stroke.marker}-open", "size": 7}}]
     if curve.kind == "area":
