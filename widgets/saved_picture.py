@@ -158,7 +158,7 @@ class SavedPicture:
         """By mark, data by mimetype: the picture of all views, and the charts of those that have any."""
         return {self.name: self._bundle(views, lab)} | {
             (mark := f"wb-figure-{self._own}-{view.name}"): self._charts(view, mark)
-            for view in sorted(views, key=lambda view: view.name)
+            for view in views
             if view.has_figure
         }
 

@@ -122,6 +122,7 @@ function render({ model, el }) {
       clearInterval(listening);
       model.off("comm_live_update", cut);
       root.classList.remove("wb-silent");
+      hides.remove(); // the picture stays
       return;
     }
     if (message.kind === "status") {
