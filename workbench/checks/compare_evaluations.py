@@ -185,7 +185,7 @@ class EvaluationComparison(Charted):
             )
             if len(rows)
         )  # fmt: skip
-        ticks = {x: str(data) for x, data in enumerate(self.df.index)}
+        ticks = {float(x): str(data) for x, data in enumerate(self.df.index)}
         title = f"{self.of}: b - a with its 95 % interval"
         return [Chart(title=title, curves=curves, x="data", y=self.of, limit=(0.0, ""), ticks=ticks)]
 
