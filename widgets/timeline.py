@@ -13,7 +13,7 @@ import numpy as np
 from workbench.display.callers import Callers
 from workbench.display.device_spans import DeviceSpans, Row
 from workbench.display.html import bytes_text, kv, seconds_text
-from workbench.display.idle import CAUSES, Gaps, Life, within
+from workbench.display.idle import CAUSES, Gaps, Lane, Life, lives_of, within
 from workbench.display.lanes import TOUCH_S, lanes_of
 from workbench.display.timeline import Timeline, drawn, times_table
 from workbench.errors import BadInput
@@ -41,6 +41,7 @@ class TimelineView(View):
         self._follow = {name: lab.telemetry.follow(name) for name in ("spans", "events")}
         self._spans: deque[Row] = deque(maxlen=MOST_SPANS)  # the newest, each with its `number`
         self._count = 0  # of all spans so far
+        self._lived: dict[Lane, Life] = {}  # start of the first span of each device, end of its last
         self._starts: list[tuple[int, float]] = []  # of iterations: number, unix time
         self._moves_s: list[float] = []  # when changes of placement began, unix times
         self._callers = Callers()
@@ -69,6 +70,9 @@ class TimelineView(View):
             for row in self._follow["spans"].new():
                 self._spans.append({**row, "number": self._count})
                 self._count += 1
+                lane = (row["pool"], row["device"])
+                first_s, last_s = self._lived.get(lane, (row["start_s"], row["end_s"]))
+                self._lived[lane] = min(first_s, row["start_s"]), max(last_s, row["end_s"])
 
     def _iterations(self) -> list[tuple[int, float, float]]:
         """The last iterations whose spans are kept: number, from when to when."""
@@ -93,11 +97,17 @@ class TimelineView(View):
         """most: bars of a still picture; None: a picture for the page."""
         self._read()
         start_s, end_s = window = self._window()
-        rows, live = list(self._spans), self.lab.devices()
-        spans = DeviceSpans(rows, live)
-        lives = spans.lives(live, self._moves_s)
-        times = (min([start_s, *map(float, spans.start_s)]), max([end_s, *map(float, spans.end_s)]))
-        gaps = spans.gaps(times, lives, self._callers)
+        # what a cell called in the iterations before and after tells that it goes on at the edges
+        from_s = max((at_s for _, at_s in self._starts if at_s < start_s), default=float("-inf"))
+        to_s = min((at_s for _, at_s in self._starts if at_s > end_s), default=float("inf"))
+        rows = [row for row in self._spans if row["end_s"] >= from_s and row["start_s"] <= to_s]
+        live = self.lab.devices()
+        spans = DeviceSpans(rows, [*live, *self._lived])
+        never = (float("inf"), float("-inf"))
+        ends = [self._lived.get(lane, never) for lane in spans.lanes]
+        still_there = [lane in live for lane in spans.lanes]
+        lives = lives_of([first_s for first_s, _ in ends], [last_s for _, last_s in ends], still_there, self._moves_s)
+        gaps = spans.gaps(window, lives, self._callers)
         lived = {lane: within(life, start_s, end_s) for lane, life in zip(spans.lanes, lives, strict=True)}
         there = {lane for lane, (a, b) in lived.items() if b > a or (start_s == end_s and lane in live)}
         present = {

@@ -61,15 +61,17 @@ export function mountTimeline(area, send) {
     const moves = picture.querySelector(".wb-tl-moves");
     const wide = (length / (view.to - view.from)) * plotWidth();
     const left = (view.from / length) * wide;
-    moves.setAttribute("width", wide);
     moves.setAttribute("x", -left);
     for (const name of moves.querySelectorAll('.words > [x$="px"]')) {
-      name.setAttribute("x", `${Math.max(2, left - name.parentNode.x.baseVal.value + 2)}px`);
+      const x = `${Math.max(2, left - (parseFloat(name.parentNode.getAttribute("x")) / 100) * wide + 2)}px`;
+      if (name.getAttribute("x") !== x) name.setAttribute("x", x);
     }
+    tell();
+    if (moves.getAttribute("width") === String(wide)) return;
+    moves.setAttribute("width", wide);
     for (const one of moves.querySelectorAll("[data-room]")) {
       one.style.display = one.dataset.room * wide < one.dataset.least ? "none" : "";
     }
-    tell();
   }
 
   function tell() {
