@@ -25,7 +25,7 @@ USE_HATCHES = {
     "batches": "x", "published weights": "+",
 }  # fmt: skip
 OTHER = Stroke("#8c8c8c")
-PEAK = Stroke("currentColor", marker="diamond")
+PEAK = Stroke("#222222", marker="diamond")
 
 
 class Memory(Charts):
@@ -113,10 +113,6 @@ class Memory(Charts):
         if not any(device.last for device in self._devices.values()) and self._due():
             self._ask()
         return super().picture()
-
-    def edition(self) -> Hashable:
-        thinned = ((name, device.each, device.each_peak) for name, device in self._devices.items())
-        return self._start_s, tuple(sorted(thinned))
 
     def charts(self) -> list[Chart]:
         self._read()

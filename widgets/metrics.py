@@ -120,9 +120,6 @@ class Metrics(Charts):
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
-    def edition(self) -> Hashable:
-        return self.smoothing, tuple(self.others)
-
     def charts(self) -> list[Chart]:
         self._read()
         return [self._chart(stage, metric) for stage, metric in self.drawn()]

@@ -42,7 +42,7 @@ class Front(anywidget.AnyWidget):
     _esm = traitlets.Unicode(module("panel.js")).tag(sync=True)
     _css = traitlets.Unicode(style()).tag(sync=True)
     titles: Any = traitlets.List().tag(sync=True)
-    saved = traitlets.Unicode().tag(sync=True)  # class of the saved pictures, which the page hides
+    hides = traitlets.Unicode().tag(sync=True)  # a style that hides the saved pictures
     again = traitlets.Unicode().tag(sync=True)  # how to have it again, for a page whose kernel is gone
     shown = traitlets.Unicode().tag(sync=True)
     sticks = traitlets.Bool().tag(sync=True)  # to the top of the notebook
@@ -107,32 +107,19 @@ class Panel:
 
     def still(self) -> Still:
         """The view that is shown, as it is now, as a picture that needs no kernel."""
-        return self._pictures([self.views[self.shown]])
-
-    def _last(self) -> Still:
-        """All views, the one that is shown first."""
-        return self._pictures(self._by_shown())
+        made: list[Still] = []
+        self._in_turn(lambda: made.append(Still(self.views[self.shown])))
+        return made[0] if made else Still(None)
 
     def _by_shown(self) -> list[View]:
         return sorted(self.views.values(), key=lambda view: view.name != self.shown)
 
-    def _pictures(self, views: Sequence[View]) -> Still:
-        made: list[Still] = []
-        self._in_turn(lambda: made.append(Still(views)))
-        return made[0] if made else Still([])
-
     def _ipython_display_(self) -> None:
-        live = in_notebook() and os.environ.get(STATIC) != "static"
-        handle = display(self._widget() if live else self._last().bundle(), raw=True, display_id=True)
-        if handle is not None:
-            self._places.append(handle)
-        if live:
-            self._in_turn(lambda: self._saved.show(self._by_shown(), self.lab))
-
-    def _repr_mimebundle_(self, **asked: Any) -> Any:
-        if not in_notebook() or os.environ.get(STATIC) == "static":
-            return self._last().bundle()
-        return self._widget() | self.still().bundle()
+        if in_notebook() and os.environ.get(STATIC) != "static":
+            handle = display(self._widget(), raw=True, display_id=True)
+            if handle is not None:
+                self._places.append(handle)
+        self._in_turn(lambda: self._saved.show(self._by_shown(), self.lab))
 
     def _widget(self) -> dict[str, Any]:
         model = self._live().model_id
@@ -145,14 +132,13 @@ class Panel:
         """End its updates. Where this page showed it, its last picture takes its place; elsewhere it stays as it is."""
         if self._ended.is_set():
             return
-        bundle = self._last().bundle() if self._places else {}
-        self._save()  # for a page that was reloaded, where Jupyter cannot update what is in the cell
+        self._save()
+        self._in_turn(self._saved.draw_anew)
         self._ended.set()
         self.driver.pace.leave(self)
-        for place in self._places:
-            place.update(bundle, raw=True)
+        for place in self._places:  # the picture beside it stays, and nothing hides it any more
+            place.update({"text/html": "", "text/plain": ""}, raw=True)
         self._places.clear()
-        self._saved.clear()
         atexit.unregister(self._leave)
         self.send({"kind": "status", "blocked": "the workbench is closed", "busy": "", "outcome": "", "error": ""})
         self.send({"kind": "closed"})
@@ -164,9 +150,8 @@ class Panel:
         if self._front is None:
             titles = [[view.name, view.title, view.script] for view in self.views.values()]
             alone = len(self.views) == 1 and self.views[self.shown].sticks
-            self._front = Front(
-                titles=titles, shown=self.shown, saved=self._saved.name, again=again(self.lab), sticks=alone
-            )
+            hides = self._saved.hides(list(self.views.values()))
+            self._front = Front(titles=titles, shown=self.shown, hides=hides, again=again(self.lab), sticks=alone)
             if in_notebook():
                 # exit handlers run last registered first: that of pyzmq, after which no message of 64 kB or more can be
                 # sent, must come after ours, and it is registered with this import
@@ -297,7 +282,7 @@ class Panel:
         """A message of the page."""
         act = message["act"]
         if act == "keeps":  # a page that was just opened, whether it draws the panel or not
-            self._saved.kept_by(lambda html: self.send({"kind": "saved", "html": html}))
+            self._saved.kept_by(lambda kept: self.send({"kind": "saved", "kept": kept}))
             return
         self._page_is_there, self._unanswered = True, 0
         if act == "hello":  # a page that has nothing yet

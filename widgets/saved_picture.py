@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from IPython.display import display
 
+from workbench.display.curves import MIMETYPE
 from workbench.display.images import as_images, without_svgs
 from workbench_widgets.still import or_why
 from workbench_widgets.view import View
@@ -42,23 +44,36 @@ class SavedPicture:
     200 kB together, drawings are left out, and their tables stay, from the view that is shown last on. Drawings are
     images, which viewers show that drop inline svg.
 
-    keep: sends it to a page that puts it into the notebook itself; None: there was no such page yet, and Jupyter
-    updates the output, which it cannot after the page was reloaded.
+    Charts are outputs of their own below it, as plotly's JSON, which JupyterLab and VS Code draw without a kernel.
+
+    keep: sends all of it, by mark, to a page that puts it into the notebook itself; None: there was no such page yet,
+    and Jupyter updates the outputs, which it cannot after the page was reloaded.
     """
 
     def __init__(self) -> None:
-        self.name = f"wb-saved-{secrets.token_hex(6)}"
-        self._places: list[Any] = []
-        self._drawn: dict[str, tuple[Hashable, str]] = {}  # by view: what it depended on, its picture
+        self._own = secrets.token_hex(6)
+        self.name = f"wb-saved-{self._own}"
+        self._places: list[tuple[str, Any]] = []  # the mark of an output, and Jupyter's handle of it
+        # by view: what it depended on, its picture, its charts, its text
+        self._drawn: dict[str, tuple[Hashable, str, dict[str, Any] | None, str]] = {}
         self._to_draw: list[View] = []
         self._took_s = 0.0  # what drawing took since the last update
         self._rest_until_s = 0.0  # monotonic
         self._looked_at: tuple[Hashable, ...] = ()  # what the views depended on at the last look
         self._of = ""  # what the pictures show, at least: the iteration, and what ran then
-        self.keep: Callable[[str], object] | None = None
+        self.keep: Callable[[dict[str, dict[str, Any]]], object] | None = None
         self._stale = False  # a page has an earlier one
+        self._shown: dict[str, dict[str, Any]] = {}  # by mark
 
-    def kept_by(self, keep: Callable[[str], object]) -> None:
+    def hides(self, views: Sequence[View]) -> str:
+        """A style that hides the picture of these views, and the outputs of their charts, which follow it."""
+        child = ".jp-OutputArea-child"
+        charts = [
+            f"{child}:has(.{self.name})" + f" + {child}" * n for n in range(1, 1 + sum(v.has_figure for v in views))
+        ]
+        return f"{', '.join([f'.{self.name}', *charts])} {{ display: none; }}"
+
+    def kept_by(self, keep: Callable[[dict[str, dict[str, Any]]], object]) -> None:
         """From now on give it to this page, which was just opened."""
         self.keep, self._stale = keep, True
 
@@ -66,9 +81,10 @@ class SavedPicture:
         """Put it into the output of the cell that runs."""
         self._note(lab)
         self._draw_all(views)
-        handle = display(self._bundle(views, lab), raw=True, display_id=True)
-        if handle is not None:
-            self._places.append(handle)
+        for mark, bundle in self._bundles(views, lab).items():
+            handle = display(bundle, raw=True, display_id=True)
+            if handle is not None:
+                self._places.append((mark, handle))
 
     def refresh(self, views: Sequence[View], lab: Any) -> bool:
         """Draw one of the views that have changed, so that the page never waits for more than that; after the last of
@@ -107,18 +123,20 @@ class SavedPicture:
         running = ", ".join(run.name for run in lab.open_runs() if run.state == "running")
         self._of = f"iteration {lab.iteration}{f' while {running} ran' if running else ''}"
 
-    def clear(self) -> None:
-        for place in self._places:
-            place.update({"text/html": "", "text/plain": ""}, raw=True)
-        self._places.clear()
+    def draw_anew(self) -> None:
+        """Have the page draw charts again that it has hidden until now: it does not do so for new numbers."""
+        for mark, place in self._places:
+            if mark != self.name and self._shown.get(mark):
+                place.update({"text/html": "", "text/plain": ""}, raw=True)
+                place.update(self._shown[mark], raw=True)
 
     def _update(self, views: Sequence[View], lab: Any) -> None:
-        bundle = self._bundle(views, lab)
+        self._shown = self._bundles(views, lab)
         if self.keep is not None:
-            self.keep(bundle["text/html"])
+            self.keep(self._shown)
         else:
-            for place in self._places:
-                place.update(bundle, raw=True)
+            for mark, place in self._places:
+                place.update(self._shown[mark], raw=True)
         self._stale = False
         self._rest_until_s = time.monotonic() + REST * self._took_s
         self._took_s = 0.0
@@ -130,13 +148,31 @@ class SavedPicture:
 
     def _changed(self, view: View) -> bool:
         now = _or_none(view.depends_on)  # of hosts that are gone the picture of before stays
-        return now is not None and self._drawn.get(view.name, (None, ""))[0] != now
+        return now is not None and self._drawn.get(view.name, (None,))[0] != now
 
     def _draw(self, view: View) -> None:
         with suppress(Exception):
-            self._drawn[view.name] = view.depends_on(), or_why(view.still)
+            self._drawn[view.name] = view.depends_on(), or_why(view.still), view.figure(), or_why(view.text)
 
-    def _bundle(self, views: Sequence[View], lab: Any) -> dict[str, str]:
+    def _bundles(self, views: Sequence[View], lab: Any) -> dict[str, dict[str, Any]]:
+        """By mark, data by mimetype: the picture of all views, and the charts of those that have any."""
+        return {self.name: self._bundle(views, lab)} | {
+            (mark := f"wb-figure-{self._own}-{view.name}"): self._charts(view, mark)
+            for view in views
+            if view.has_figure
+        }
+
+    def _charts(self, view: View, mark: str) -> dict[str, Any]:
+        *_, figure, text = self._drawn.get(view.name, (None, ""))
+        if figure is None:
+            return {"text/html": f'<div class="{mark}"></div>', "text/plain": ""}
+        marked = {**figure, "layout": {**figure["layout"], "meta": mark}}
+        if (size := len(json.dumps(marked))) > MOST_BYTES:
+            told = f"{view.title}: {size // 1000} kB of charts, too large to be saved. lab.panel({view.name!r}).still()"
+            return {"text/html": f'<div class="{mark}">{escape(told)}</div>', "text/plain": told}
+        return {MIMETYPE: marked, "text/plain": text}
+
+    def _bundle(self, views: Sequence[View], lab: Any) -> dict[str, Any]:
         """By mimetype. The first view is open, the others are folded."""
         told = f"{lab.name}, {self._of}, {time.strftime('%Y-%m-%d %H:%M:%S')}: a picture, not live"
         parts, room = list[str](), MOST_BYTES - 4_000
@@ -149,7 +185,7 @@ class SavedPicture:
         error = f".jp-OutputArea-child:has(+ * .{self.name}) .jupyter-widgets:not(:has(*))"
         style = f"<style>{error} {{ display: none; }}</style>"
         html = f'<div class="{self.name}"><p>{escape(told)}</p>{"".join(parts)}{style}</div>'
-        return {"text/html": html, "text/plain": f"<picture of the panel of {told}>"}
+        return {"text/html": html, "text/plain": "\n".join([told, *(text for *_, text in self._drawn.values())])}
 
 
 def _or_none(ask: Callable[[], Hashable]) -> Hashable:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from html import escape
 from typing import Any
 
-from workbench.display.html import bytes_text, numbers_table, svg
+from workbench.display.html import bytes_text, numbers_table
+from workbench.display.sparkline import sparkline
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import union_s
 from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves
 from workbench_widgets.view import View
 
 REWARD, SHOWN = "rewards/mean", 30  # iterations in the sparkline
-WIDTH, HEIGHT = 96, 18
 _ITEM = "display:inline-flex;gap:5px;align-items:center;margin-right:16px;white-space:nowrap"
 
 
@@ -109,7 +109,11 @@ class Strip(View):
             iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
             if values:
                 rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]
-                return f"{values[-1]:.4g}", sparkline(values, "reward"), numbers_table(["iteration", REWARD], rows)
+                return (
+                    f"{values[-1]:.4g}",
+                    sparkline(values, f"reward of the last {len(values)} iterations"),
+                    numbers_table(["iteration", REWARD], rows),
+                )
         return "", "", ""
 
     def _fullest(self) -> str:
@@ -138,20 +142,3 @@ class Strip(View):
 
 def _item(html: str, title: str) -> str:
     return f'<span style="{_ITEM}" title="{escape(title)}">{html}</span>'
-
-
-def sparkline(values: Sequence[float], what: str) -> str:
-    """Numbers as a curve without axes; what is not finite is left out."""
-    finite = [(n, value) for n, value in enumerate(values) if abs(value) < float("inf")]
-    if not finite:
-        return ""
-    low, high = min(v for _, v in finite), max(v for _, v in finite)
-    step, scale = (WIDTH - 6) / max(len(values) - 1, 1), (HEIGHT - 6) / (high - low or 1.0)
-    points = [(3 + n * step, HEIGHT - 3 - (value - low) * scale) for n, value in finite]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dot = f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="2.5" fill="currentColor"/>'
-    ends = f"from {values[0]:.3g} to {values[-1]:.3g}, between {low:.3g} and {high:.3g}"
-    label = f"{what} of the last {len(values)} iterations: {ends}"
-    return svg(
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>{dot}', WIDTH, HEIGHT, label
-    )

@@ -20,7 +20,7 @@ class View:
 
     name: what `lab.panel(name)` calls it. title: on its tab. script: whether a script of the front end, see `SCRIPTS`
     in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`. sticks: where it is alone, it
-    stays at the top of the notebook, where the front end can do that.
+    stays at the top of the notebook, where the front end can do that. has_figure: whether it has a `figure()`.
 
     An action of the front end, `data-act="keep" data-given='{"n": 3}'` on a control, calls `on_keep(n=3)`; a select or
     an input adds its `value`. What runs stages goes to `driver`; the rest is done in the thread of the panel's views.
@@ -30,6 +30,7 @@ class View:
     title: ClassVar[str]
     script: ClassVar[bool] = False
     sticks: ClassVar[bool] = False
+    has_figure: ClassVar[bool] = False
 
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
@@ -53,6 +54,10 @@ class View:
 
     def svg(self) -> str | None:
         """The picture as one svg, where it is one."""
+        return None
+
+    def figure(self) -> dict[str, Any] | None:
+        """Charts beside the picture, as plotly's JSON; None while there is nothing to draw."""
         return None
 
     def text(self) -> str:

@@ -91,7 +91,7 @@ def test_every_control_has_a_name_and_every_picture_a_table(shared_notebook: Cal
         if view in ("Metrics", "Memory"):
             section.locator(".js-plotly-plot").first.wait_for()
             section.get_by_text("These charts as tables").click()
-            section.locator(".wb-numbers").first.wait_for()
+            section.get_by_role("table").first.wait_for()
         notebook.wait_for("not panel._due()")
         two_frames(page)
         section.locator("details:not([open]) > summary").evaluate_all("(all) => all.forEach((one) => one.click())")

@@ -25,27 +25,32 @@ ppo.run(2)
 view = (panel := lab.panel()).views["metrics"]
 """
 ENTROPY = "compute_log_prob/entropy"
-DRAWN = """([title, kind]) => {
-  const box = [...document.querySelectorAll('.js-plotly-plot')].find((box) => box.dataset.chart === title);
-  const found = (box?.data || []).filter((one) => one.name === kind);
-  return found.length ? [Array.from(found[0].x), Array.from(found[0].y)] : null;
+FIGURE = ".wb-charts.js-plotly-plot"
+# The points of a curve in the chart with this title.
+DRAWN = """([title, name]) => {
+  const box = document.querySelector('.wb-charts.js-plotly-plot');
+  const at = box?.layout.annotations.find((one) => one.text === `<b>${title}</b>`)?.yref.split(' ')[0];
+  const found = (box?.data || []).find((one) => one.yaxis === at && one.name === name);
+  return found ? [Array.from(found.x), Array.from(found.y)] : null;
 }"""
+CHARTS = """() => document.querySelector('.wb-charts.js-plotly-plot')?.layout.annotations
+  .filter((one) => one.text.startsWith('<b>')).length"""
 
 # where the second point of the curve is in its chart
-SECOND = """(box) => {
-  const { x, y } = box.data.find((one) => one.name === 'curves');
-  const { xaxis, yaxis } = box._fullLayout;
-  return { x: xaxis._offset + xaxis.d2p(x[1]), y: yaxis._offset + yaxis.d2p(y[1]) };
+SECOND = """(box, title) => {
+  const at = box.layout.annotations.find((one) => one.text === `<b>${title}</b>`).yref.split(' ')[0];
+  const { x, y, xaxis } = box.data.find((one) => one.yaxis === at && one.name === 'curves');
+  const [across, up] = [xaxis, at].map((one) => box._fullLayout[one.replace(/^([xy])/, '$1axis')]);
+  return { x: across._offset + across.d2p(x[1]), y: up._offset + up.d2p(y[1]) };
 }"""
 
 
 def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
-    notebook: Notebook = shared_notebook([OPEN, 'panel.show("metrics"); panel'])
+    notebook: Notebook = shared_notebook([OPEN, 'panel.show("metrics"); panel', "panel.show('metrics').still()"])
     page = notebook.page
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
-    panel.locator(".wb-charts svg").first.wait_for()
-    panel.locator(".js-plotly-plot").nth(5).wait_for()
+    panel.locator(FIGURE).wait_for()
 
     def drawn(name: str, title: str = ENTROPY) -> Any:
         return page.evaluate(DRAWN, [title, name])
@@ -57,7 +62,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     def measured() -> list[float]:
         return notebook.ask('lab.metrics("compute_log_prob")["entropy"].tolist()')
 
-    assert panel.locator(".js-plotly-plot").count() == 6
+    assert page.evaluate(CHARTS) == 6
     assert drawn("as measured") == [[1, 2], pytest.approx(measured())]
     notebook.picture("metrics")
 
@@ -79,7 +84,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     notebook.wait_for("view.smoothing == 0.02")
     panel.get_by_label("y axis").select_option("log")
     notebook.wait_for("view.y == 'log'")
-    page.wait_for_function("() => document.querySelector('.js-plotly-plot')?.layout.yaxis.type === 'log'")
+    page.wait_for_function("() => document.querySelector('.wb-charts').layout.yaxis.type === 'log'")
     panel.get_by_label("y axis").select_option("linear")
 
     # which metrics: search, by mouse and by keyboard
@@ -92,7 +97,7 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     box.focus()
     page.keyboard.press("Space")
     notebook.wait_for("('update_critic', 'value_clip_fraction') in view.drawn()")
-    panel.locator('[data-chart="update_critic/value_clip_fraction"].js-plotly-plot').wait_for()
+    page.wait_for_function(f"() => ({CHARTS})() === 7")
     panel.get_by_role("button", name="Hide these 2").click()
     notebook.wait_for("len(view.drawn()) == 6")
     panel.get_by_role("button", name="As at first").click()
@@ -102,11 +107,11 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     panel.get_by_text("Other runs beside: 0 of 1").click()
     panel.get_by_role("checkbox", name="earlier/20250101-000000-000000").check()
     assert until("earlier/20250101-000000-000000", 5)[0] == [1, 2, 3, 4, 5]
-    page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot').length === 6")
-    panel.locator(f'[data-chart="{ENTROPY}"]').scroll_into_view_if_needed()
+    assert page.evaluate(CHARTS) == 6
+    panel.locator(FIGURE).scroll_into_view_if_needed()
     notebook.picture("metrics_beside")
 
-    # the samples of an iteration: a click on a point, a field and a button, and the arrow keys on a chart
+    # the samples of an iteration: a click on a point, and a field and a button
     def samples_of(iteration: int) -> None:
         notebook.wait_for(f"panel.shown == 'samples' and panel.views['samples'].iteration == {iteration}")
         panel.get_by_role("tab", name="Samples").and_(panel.locator('[aria-selected="true"]')).wait_for()
@@ -114,18 +119,24 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
         panel.get_by_role("tab", name="Metrics").click()
         notebook.wait_for("panel.shown == 'metrics'")
 
-    chart = panel.locator(f'[data-chart="{ENTROPY}"]')
-    chart.hover(position=chart.evaluate(SECOND))
+    chart = panel.locator(FIGURE)
+    chart.hover(position=chart.evaluate(SECOND, ENTROPY))
     chart.locator(".hovertext").first.wait_for()
-    chart.click(position=chart.evaluate(SECOND))
+    chart.click(position=chart.evaluate(SECOND, ENTROPY))
     samples_of(2)
     panel.get_by_role("spinbutton", name="iteration").fill("3")
     page.keyboard.press("Tab")
     panel.get_by_role("button", name="Samples of iteration 3").focus()
     page.keyboard.press("Enter")
     samples_of(3)
-    chart.focus()
-    page.keyboard.press("Home")
-    page.wait_for_function("() => document.querySelector('.wb-said').textContent.includes('at 1:')")
-    page.keyboard.press("Enter")
-    samples_of(1)
+
+    # the same is a table, and a cell shows charts as it does those of plotly: the file has them
+    panel.get_by_text("These charts as tables").click()
+    panel.get_by_role("table", name=f"{ENTROPY}, nats").wait_for()
+    notebook.run(2)
+    cell = page.locator(".jp-CodeCell").nth(2)
+    cell.locator(".jp-RenderedPlotly .main-svg").first.wait_for()
+    notebook.picture("metrics_still")
+    html, figure = notebook.outputs(2)
+    assert "These charts as tables" in str(html["data"]["text/html"])
+    assert len(figure["data"]["application/vnd.plotly.v1+json"]["data"]) >= 6

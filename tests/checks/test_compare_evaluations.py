@@ -108,6 +108,10 @@ def test_what_it_says() -> None:
     better = compare_evaluations(evaluation(a), evaluation(np.maximum(a, draws.integers(0, 2, a.shape))))
     assert repr(better).startswith("sums: b - a = +0.") and "b is better" in repr(better)
     assert better.df.loc["sums", "decided"] and better.df.loc["sums", "more_prompts"] == 0
+    (drawn,) = better.figure()["data"]
+    row = better.df.loc["sums"]
+    assert (drawn["name"], drawn["y"]) == ("decided", [row["difference"]])
+    assert drawn["error_y"]["array"] == [pytest.approx(row["high"] - row["difference"])]
     other = a.copy()
     other[0] = 1 - other[0]
     other[1:3] = 1

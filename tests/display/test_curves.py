@@ -1,27 +1,22 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
-from xml.etree import ElementTree
 
+import plotly.graph_objects
 import pytest
 
-from workbench.display.compare import overlay
 from workbench.display.curves import (
-    BOTTOM,
-    HATCHES,
-    HEIGHT,
+    MIMETYPE,
     STROKES,
-    TOP,
-    WIDTH,
     Chart,
     Curve,
-    draw,
-    key,
+    bundle,
+    figure,
     sheet,
     smoothed,
-    summary,
     tables,
 )
 
@@ -46,80 +41,63 @@ def test_smoothing_passes_over_what_is_not_finite() -> None:
     assert found[3] == smoothed([1.0, 3.0], 0.5)[-1]
 
 
-def points(svg: str) -> list[list[tuple[float, ...]]]:
-    return [
-        [tuple(map(float, pair.split(","))) for pair in drawn.split()]
-        for drawn in re.findall(r'<poly(?:line|gon) points="([^"]*)"', svg)
-    ]
+def traces(*charts: Chart) -> list[dict[str, Any]]:
+    """The traces, as JSON has them, which plotly takes."""
+    found = json.loads(json.dumps(figure(charts), allow_nan=False))
+    plotly.graph_objects.Figure(found)
+    traces: list[dict[str, Any]] = found["data"]
+    return traces
 
 
-def test_a_line_reaches_the_corners_and_breaks_at_gaps() -> None:
-    svg = sheet([Chart(title="loss", curves=(Curve(name="run", x=[1, 2, 3, 4, 5], y=[0.0, 1.0, NAN, 3.0, 4.0]),))])
-    first, second = points(svg)
-    assert (len(first), len(second)) == (2, 2)
-    xs, ys = zip(*first, *second, strict=True)
-    assert xs[0] < xs[-1] <= WIDTH
-    assert ys[0] > ys[-1] >= 0
-    assert [ys[0] - y for y in ys] == pytest.approx(
-        [0, (ys[0] - ys[-1]) / 4, 3 * (ys[0] - ys[-1]) / 4, ys[0] - ys[-1]], abs=0.2
-    )
-    ElementTree.fromstring(svg)
+def test_a_line_has_its_points_and_a_gap_where_they_are_not_finite() -> None:
+    faint = Curve(name="raw", x=[1, 2], y=[NAN, 1.0], kind="faint", source="other")
+    line = Curve(name="a & <b>", x=[1, 2, 3], y=[0.0, NAN, 4.0], words=["<x>", "", ""])
+    one, two = traces(Chart(title="loss", curves=(faint, line)))
+    assert (one["y"], one["meta"], one["showlegend"]) == ([None, 1.0], "other", False)
+    assert (two["y"], two["name"], two["text"][0]) == ([0.0, None, 4.0], "a &amp; &lt;b&gt;", "&lt;x&gt;")
+    assert two["mode"] == "lines+markers"
 
 
-def test_log_leaves_out_what_has_no_logarithm() -> None:
-    svg = sheet([Chart(title="kl", log=True, curves=(Curve(name="run", x=[1, 2, 3, 4], y=[0.01, 0.1, 0.0, 1.0]),))])
-    (line, alone) = points(svg)
-    assert len(alone) == 1
-    bottom, middle = line[0][1], line[1][1]
-    assert bottom - middle == pytest.approx(middle - alone[0][1], abs=0.2)
-    assert all(f">{tick}<" in svg for tick in ("0.01", "0.1", "1"))
+def test_charts_have_a_place_each_and_one_key() -> None:
+    curves = (Curve(name="a", x=[1], y=[1.0]), Curve(name="b", x=[1], y=[2.0], stroke=STROKES[1]))
+    made = figure([Chart(title=str(n), curves=curves, y="nats", log=n == 2, at=3, note="!") for n in range(3)])
+    layout = made["layout"]
+    assert (layout["grid"]["rows"], layout["grid"]["columns"], layout["showlegend"]) == (2, 2, True)
+    assert [trace["showlegend"] for trace in made["data"]] == [True, True, False, False, False, False]
+    assert [trace["yaxis"] for trace in made["data"]] == ["y", "y", "y2", "y2", "y3", "y3"]
+    assert (layout["yaxis3"]["type"], layout["yaxis3"]["title"]["text"]) == ("log", "nats")
+    assert [one["text"] for one in layout["annotations"][:2]] == ["<b>0</b>", "!"]
+    assert [one["x0"] for one in layout["shapes"]] == [3, 3, 3]
+    assert not figure([Chart(title="one look", curves=curves[:1])])["layout"]["showlegend"]
 
 
-def test_areas_are_stacked_against_a_limit() -> None:
-    area: dict[str, Any] = {"x": [0, 1], "kind": "area"}
-    curves = (
-        Curve(name="actor", y=[100, 200], hatch="/", **area),
-        Curve(name="critic", y=[300, 200], stroke=STROKES[1], **area),
-    )
-    svg = sheet([Chart(title="cpu:0", curves=curves, unit="bytes", limit=(800.0, "800 B of the machine"))])
-    lower, upper = points(svg)
-    assert lower[:2] == upper[:1:-1]  # the top of one is the ground of the next
-    height = lower[-1][1] - upper[0][1]  # 400 of 800
-    assert lower[-1][1] - lower[0][1] == pytest.approx(height / 4, abs=0.2)
-    assert upper[0][1] == upper[1][1]
-    assert "800 B of the machine" in svg
-    found = re.findall(r'id="(wb-[0-9a-f-]+)"', svg)
-    assert set(re.findall(r"url\(#([^)]*)\)", svg)) == set(found)
-    for other in (sheet([Chart(title="cpu:1", curves=curves)]), key([Chart(title="cpu:0", curves=curves)])):
-        assert not set(found) & set(re.findall(r'id="([^"]*)"', other))  # each has its own, on one page
-    assert set(HATCHES) >= {"", "/"}
+def test_areas_are_stacked_against_a_limit_and_a_band_is_the_ground_of_its_line() -> None:
+    areas = (Curve(name="actor", x=[0, 1], y=[100, 200], kind="area", hatch="/"),
+             Curve(name="critic", x=[0, 1], y=[300, 200], kind="area"))  # fmt: skip
+    chart = Chart(title="cpu:0", curves=areas, unit="bytes", limit=(800.0, "800 B of the machine"))
+    lower, upper = traces(chart)
+    assert lower["stackgroup"] == upper["stackgroup"]
+    assert lower["fillpattern"]["shape"] == "/" and "fillpattern" not in upper
+    layout = figure([chart])["layout"]
+    assert layout["shapes"][0]["y0"] == 800.0
+    assert layout["annotations"][1]["text"] == "800 B of the machine"
+    low, high = traces(Chart(title="t", curves=(Curve(name="a", x=[1, 2], y=[2, 3], low=[0, NAN], kind="band"),)))
+    assert (low["y"], high["y"], high["fill"]) == ([0, None], [2, 3], "tonexty")
 
 
 def test_many_points_are_thinned_and_keep_their_extremes() -> None:
     y = [float(n % 7) for n in range(20_000)]
-    y[12_345] = 50.0
-    svg = sheet([Chart(title="t", curves=(Curve(name="run", x=range(20_000), y=y),))])
-    (line,) = points(svg)
-    assert len(line) <= 402
-    assert sum(point[1] < HEIGHT / 3 for point in line) == 1
+    y[12_345], y[15_000] = 50.0, NAN
+    (line,) = traces(Chart(title="t", curves=(Curve(name="run", x=range(20_000), y=y),)))
+    assert len(line["x"]) <= 403 and line["mode"] == "lines"
+    assert line["y"][line["x"].index(12_345)] == 50.0
+    assert line["y"][line["x"].index(15_000)] is None
 
 
-def test_names_are_escaped_and_told() -> None:
+def test_a_sheet_is_plotlys_mimetype_and_text() -> None:
     chart = Chart(title="<b>", curves=(Curve(name="a & b", x=[1], y=[2.0]), Curve(name="c", x=[1], y=[NAN])), note='"')
-    svg = sheet([chart, Chart(title="nothing", curves=())])
-    ElementTree.fromstring(svg)
-    assert "<b>" not in svg
-    assert summary(chart) == '<b>: a & b 2, c nan (")'
-    assert "nothing: no points" in svg
-
-
-def test_overlay_sorts_what_is_finite() -> None:
-    svg = overlay({"one": [3.0, 1.0, NAN, 2.0], "none": [NAN], "two": [1.0, 3.0]}, "rewards", x="responses, sorted")
-    one, two = points(svg)
-    assert [len(one), len(two)] == [3, 2]
-    assert (one[0], one[-1]) == (two[0], two[-1])
-    assert "smallest" in svg
-    assert ">none<" not in svg
+    assert bundle([chart]).keys() == {MIMETYPE, "text/plain"}
+    assert repr(sheet([chart, Chart(title="nothing", curves=())])) == '<b>: a & b 2, c nan (")\nnothing: no points'
 
 
 def test_the_last_points_are_tables_too() -> None:
@@ -142,13 +120,3 @@ def test_the_last_points_are_tables_too() -> None:
     many = tables([chart] * 40, most_cells=1000)
     assert "the last 5 of 101" in many  # 1,000 cells are shared by 40 times 5 columns
     assert len(many) < 40_000
-
-
-def test_a_band_is_the_ground_of_its_line() -> None:
-    band = Curve(name="a", x=[1, 2, 3], y=[2.0, 3.0, 9.0], low=[1.0, 0.0, -4.0], kind="band")
-    line = Curve(name="a", x=[1, 2, 3], y=[1.5, 1.5, 2.5])
-    drawn = draw(Chart(title="t", curves=(band, line)))
-    (points,) = re.findall(r'<polygon points="([^"]+)"', drawn)
-    assert len(points.split()) == 6
-    heights = [float(point.split(",")[1]) for point in points.split()]
-    assert min(heights) == TOP and max(heights) == HEIGHT - BOTTOM  # the axis goes from -4 to 9

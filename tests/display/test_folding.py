@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.display.test_idle import LANES, gaps_of, row
-from tests.display.test_timeline import STAGE, bars, extent, titled
+from tests.display.test_timeline import STAGE, bars, extent
 from workbench.display.callers import Callers
-from workbench.display.folding import BREAKS, LEAST_S, REST, Folding, foldings
-from workbench.display.idle import CAUSES, CONTROLLER, UNCALLED
-from workbench.display.span_table import SpanTable
-from workbench.display.timeline import folded, timeline, times_of
-from workbench.display.timeline_svg import Drawing, Section
-from workbench.telemetry.span_lines import SpanLines
+from workbench.display.device_spans import DeviceSpans
+from workbench.display.folding import BREAKS, LEAST_S, REST, Folding, folding_of
+from workbench.display.idle import CONTROLLER, UNCALLED
+from workbench.display.timeline import timeline
 
+CALL = {"stage": "a", "role": "b", "rank": 0, "parent": ""}
 spans = st.builds(
     lambda lane, start, length, kind: row(lane, start, start + length, kind),
     st.integers(0, 2),
@@ -38,7 +37,7 @@ def later(rows: list[dict[str, Any]], by_s: float, run: int) -> list[dict[str, A
 def test_the_map_grows_is_exact_outside_of_breaks_and_is_inverted(rows: list[dict[str, Any]], at: list[float]) -> None:
     window = (0.0, 3020.0)
     gaps = gaps_of(rows, LANES, window)
-    (folding,) = foldings(gaps, [window])
+    folding = folding_of(gaps, window)
     times = np.sort(np.array([*at, *folding.start_s, *folding.end_s]))
     drawn = folding.drawn(times)
     np.testing.assert_allclose(folding.drawn(folding.time(drawn)), drawn, rtol=0, atol=1e-9)
@@ -66,16 +65,6 @@ def test_the_map_grows_is_exact_outside_of_breaks_and_is_inverted(rows: list[dic
     if other_s > 0:
         short_s = 2 * folding.width_s * len(gaps.uncalled(*window)[0]) + LEAST_S * len(rows)
         assert folding.drawn(window[1]) <= other_s * (1 + REST + BREAKS + 1e-6) + short_s
-    causes = gaps.seconds(len(LANES), *window)  # folding takes no second from any cause
-    busy_s = [3020.0 - row["idle_s"] - row["transfer_s"] for row in _times(rows, window, fold=True)]
-    np.testing.assert_allclose(causes.sum(axis=1) + busy_s, 3020.0, rtol=0, atol=1e-6)
-
-
-def _times(rows: list[dict[str, Any]], window: tuple[float, float], *, fold: bool) -> list[dict[str, Any]]:
-    table = SpanTable(LANES)
-    table.add(SpanLines.of_rows([{**one, "run": run} for run, one in enumerate(rows)]))
-    gaps, section = table.gaps(window), Section("all", *window, dict.fromkeys(range(len(LANES)), window))
-    return times_of(table, folded([section], gaps) if fold else [section], gaps)
 
 
 def test_two_minutes_between_two_stages_are_a_narrow_break_with_their_length_on_it() -> None:
@@ -89,50 +78,34 @@ def test_two_minutes_between_two_stages_are_a_narrow_break_with_their_length_on_
     assert busy["folded"] > 6 * busy["whole"]
     # one scale outside of the break, so the same stage is as wide before and after it
     first, second = (extent(bar) for bar in bars(picture) if "update_critic" in "".join(bar.itertext()))
-    assert first[1] - first[0] == pytest.approx(second[1] - second[0], abs=0.02)
+    assert first[1] - first[0] == pytest.approx(second[1] - second[0], abs=0.002)
     left, right = first[0] + (first[1] - first[0]) / 4 * 10, second[0]  # the break: from 10 s to 130 s
-    assert 10 < right - left < 25
+    assert 1 < right - left < 3  # percent of the width
 
 
 def test_ticks_stand_at_true_times_and_none_in_a_break() -> None:
     svg = timeline([*STAGE, *later(STAGE, 130, 5)]).svg
-    ticks = {float(at.replace(",", "")): float(x) for x, at in re.findall(r'<text x="([\d.]+)"[^>]*>([\d,.]+) s<', svg)}
+    ticks = {
+        float(at.replace(",", "")): float(x) for x, at in re.findall(r'<text x="([\d.]+)%"[^>]*>([\d,.]+) s<', svg)
+    }
     critics = [bar for bar in bars(timeline([*STAGE, *later(STAGE, 130, 5)])) if "critic" in "".join(bar.itertext())]
     first, second = (extent(bar) for bar in critics if "update_critic" in "".join(bar.itertext()))
     scale = (first[1] - first[0]) / 4
     for at, x in ticks.items():
         expected = first[0] + at * scale if at <= 10 else second[0] + (at - 130) * scale
-        assert x == pytest.approx(expected, abs=0.2), at
+        assert x == pytest.approx(expected, abs=0.02), at
     assert {at for at in ticks if 10 < at < 130} == set()
     assert [at for at in ticks if at > 130]
 
 
 def test_nothing_is_folded_where_all_is_called_or_nothing_is() -> None:
-    for rows in (STAGE, [], [{**row(0, 5, 5), "stage": "a", "role": "b"}]):
+    for rows in (STAGE, [], [{**row(0, 5, 5), **CALL, "run": 0}]):
         svg = timeline(rows).svg
         ElementTree.fromstring(svg)
         assert "folded" not in svg
-    assert foldings(gaps_of([], LANES, (0.0, 100.0)), [(0.0, 100.0)])[0].drawn(100.0) == 100.0
-    short = [{**row(0, at, at + 0.1), "run": n, "stage": "a", "role": "b"} for n, at in enumerate((0, 0.2, 0.4))]
+    assert folding_of(gaps_of([], LANES, (0.0, 100.0)), (0.0, 100.0)).drawn(100.0) == 100.0
+    short = [{**row(0, at, at + 0.1), **CALL, "run": n} for n, at in enumerate((0, 0.2, 0.4))]
     assert "folded" not in timeline(short).svg  # nobody thinks for a tenth of a second
-
-
-def test_sections_of_one_picture_have_breaks_of_one_width_and_an_axis_each() -> None:
-    table = SpanTable(LANES[:1])
-    starts = (0.0, 1.0, 101.0, 200.0, 250.0, 251.0)
-    table.add(SpanLines.of_rows([{**row(0, at, at + 1), "run": n} for n, at in enumerate(starts)]))
-    gaps = table.gaps((0.0, 252.0))
-    sections = [Section(f"iteration {n}", a, b, {0: (a, b)}) for n, (a, b) in enumerate([(0.0, 102.0), (200.0, 252.0)])]
-    found = folded(sections, gaps)
-    assert [one.folding.start_s.tolist() for one in found] == [[2.0], [1.0]]
-    assert [one.folding.end_s.tolist() for one in found] == [[101.0], [50.0]]
-    assert len({one.folding.width_s for one in found}) == 1
-    drawing = Drawing(table, found, gaps, times_of(table, found, gaps), width=960)
-    assert drawing.length_s == pytest.approx(3 + found[0].folding.width_s)
-    svg = drawing.svg()
-    assert svg.count(">0.0 s</text>") == 2
-    assert "1 min 39 s, nothing called" in svg
-    assert "49 s, nothing called" in svg
 
 
 def test_a_map_done_by_hand() -> None:
@@ -144,23 +117,14 @@ def test_a_map_done_by_hand() -> None:
 
 
 def test_a_button_of_the_panel_and_a_move_are_no_time_in_which_nothing_is_called() -> None:
-    table = SpanTable(LANES[:1])
-    table.add(SpanLines.of_rows([{**row(0, at, at + 1), "run": n} for n, at in enumerate((0, 2, 100, 200))]))
+    spans = DeviceSpans([{**row(0, at, at + 1), "run": n} for n, at in enumerate((0, 2, 100, 200))])
     events: list[dict[str, Any]] = [
         *({"event": "run", "details": {"run": run, "cell": 0, "drive": drive}} for run, drive in
           ((0, 1), (1, 1), (2, 2))),
         {"event": "move", "time_s": 190.0, "details": {"seconds": 30.0}},
     ]  # fmt: skip
-    gaps = table.gaps((0.0, 201.0), callers=Callers.of(events))
+    gaps = spans.gaps((0.0, 201.0), callers=Callers.of(events))
     told = list(zip(gaps.start_s.tolist(), gaps.end_s.tolist(), gaps.cause.tolist(), strict=True))
     assert told == [
         (1, 2, CONTROLLER), (3, 100, UNCALLED), (101, 160, UNCALLED), (160, 190, CONTROLLER), (190, 200, UNCALLED),
     ]  # fmt: skip
-
-
-def test_a_break_can_be_pointed_at_as_the_gap_that_it_is() -> None:
-    picture = timeline([*STAGE, *later(STAGE, 130, 5)])
-    gaps = re.findall(r'data-gap="([\d.]+) ([\d.]+) (\d)"', picture.svg)
-    (long_one,) = {(float(b) - float(a), CAUSES[int(n)].words) for a, b, n in gaps if float(b) - float(a) > 60}
-    assert long_one == (120.0, "nothing called")
-    assert titled(picture, "compute_values: compute\ncritic rank 0 on slot:1, run 2") is not None

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.display.by_rows import device_times
 from workbench.display.callers import Callers
+from workbench.display.device_spans import DeviceSpans
 from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Gaps, Lane
-from workbench.display.span_table import SpanTable
-from workbench.telemetry.span_lines import SpanLines
 
 LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
 
@@ -25,9 +24,7 @@ def row(lane: int, start: float, end: float, kind: str = "compute") -> dict[str,
 
 
 def gaps_of(rows: list[dict[str, Any]], lanes: list[Lane], window: tuple[float, float]) -> Gaps:
-    spans = SpanTable(lanes)
-    spans.add(SpanLines.of_rows([{**row, "run": run} for run, row in enumerate(rows)]))
-    return spans.gaps(window)
+    return DeviceSpans([{**row, "run": run} for run, row in enumerate(rows)], lanes).gaps(window)
 
 
 def listed(gaps: Gaps, lane: int) -> list[tuple[float, float, int]]:
@@ -57,8 +54,7 @@ def test_a_stage_in_the_queue_while_nothing_runs_waits_for_the_controller() -> N
 
 
 def test_between_two_stages_of_one_cell_the_controller_works_and_between_cells_nothing_is_called() -> None:
-    spans = SpanTable(LANES[:1])
-    spans.add(SpanLines.of_rows([{**row(0, start, start + 1), "run": run} for run, start in enumerate((1, 4, 7, 10))]))
+    spans = DeviceSpans([{**row(0, start, start + 1), "run": run} for run, start in enumerate((1, 4, 7, 10))])
     events = [
         {"event": "run", "details": {"run": 0, "cell": 1}}, {"event": "run", "details": {"run": 1, "cell": 1}},
         {"event": "attached", "details": {}}, {"event": "run", "details": {"run": 2, "cell": 1}},

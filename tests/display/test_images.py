@@ -63,7 +63,8 @@ def test_words_in_place_of_drawings() -> None:
     html = svg("<svg/>", 1, 1, "one") + folded("as a table", numbers_table(["x", "y<"], [[1, "a&b"]], caption="<c>"))
     assert without_svgs(html, "<too large>") == (
         "<p>&lt;too large&gt;</p><details><summary>as a table</summary>"
-        '<table style="font-size:12px"><caption>&lt;c&gt;</caption>'
+        '<table style="font-size:12px;display:inline-table;margin:4px 16px 4px 0;vertical-align:top">'
+        "<caption>&lt;c&gt;</caption>"
         '<thead><tr><th scope="col">x</th><th scope="col">y&lt;</th></tr></thead>'
         '<tbody><tr><th scope="row">1</th><td>a&amp;b</td></tr></tbody></table></details>'
     )

@@ -1,10 +1,9 @@
-"""Sums of a range, and the search for spans: against a frame of the same spans, and halves against the whole."""
+"""Sums of a range: against a frame of the same spans, and halves against the whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -13,13 +12,9 @@ from hypothesis import strategies as st
 from tests.display.test_folding import later
 from tests.display.test_timeline import STAGE, row
 from tests.expected import expect_error
-from workbench.display.callers import Callers
-from workbench.display.span_search import found_spans
 from workbench.display.span_sums import Sums
-from workbench.display.span_table import SpanTable
 from workbench.display.timeline import timeline
 from workbench.errors import BadInput
-from workbench.telemetry.span_lines import SpanLines
 
 KEYS = ["role", "stage", "kind", "parent"]
 spans = st.builds(
@@ -77,36 +72,3 @@ def test_the_sums_of_two_halves_are_those_of_the_whole(rows: list[dict[str, Any]
     idle = [{one["cause"]: one["idle_s"] for one in part.idle} for part in (whole, *parts)]
     for cause, idle_s in idle[0].items():
         assert sum(part.get(cause, 0.0) for part in idle[1:]) == pytest.approx(idle_s, abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def table() -> SpanTable:
-    table = SpanTable()
-    table.add(SpanLines.of_rows([*STAGE, *later(STAGE, 130, 5)]))
-    return table
-
-
-CALLERS = Callers.of(
-    {"event": name, "details": {"run": run, "cell": cell}}
-    for name, run, cell in (("run", 1, 3), ("attached", 0, 0), ("run", 2, 3), ("run", 5, 4))
-)
-
-
-QUERIES: list[tuple[str, Any]] = [
-    ("CRITIC", lambda one: one["role"] == "critic"),
-    ("actor forward", lambda one: one["kind"] == "forward"),
-    ("role:critic values", lambda one: one["stage"] == "compute_values"),
-    ("kind:compute", lambda one: one["kind"] == "compute"),
-    ("stage:compute", lambda one: one["stage"] == "compute_values"),
-    ("cell:3", lambda one: one["run"] == 2), ("[4] queue", lambda one: one["run"] == 5 and one["kind"] == "queue"),
-    ("cell:9", lambda one: False), ("cell:x", lambda one: False), ("nobody", lambda one: False),
-    ("  ", lambda one: False),
-]  # fmt: skip
-
-
-def test_spans_are_found_by_stage_role_kind_and_cell(table: SpanTable) -> None:
-    for query, expected in QUERIES:
-        found = found_spans(table, CALLERS, query, range(len(table.lanes)))
-        assert sorted(found.tolist()) == [n for n in range(len(table)) if expected(table.row(n))]
-        assert (np.diff(table.columns["start_s"][found]) >= 0).all()
-        assert all(table.columns["lane"][n] == 0 for n in found_spans(table, CALLERS, query, [0]).tolist())

@@ -122,7 +122,7 @@ def metrics(view: Any) -> None:
 
 
 def timeline(view: Any) -> None:
-    view.act("show", {"value": "all"})
+    view.act("show", {"value": "several"})
     view.act("choose", {"span": 0})  # the one that began first
 
 

@@ -119,16 +119,16 @@ def test_a_long_record_costs_what_is_added_and_is_drawn_in_few_points(
 
     store.append_memory(reading(n, parameters=40) for n in range(count))
     store.append_spans(span(n) for n in range(1, count))
-    (chart,) = view.payload(whole=True)[0]["charts"]
-    *areas, peaks = chart["curves"]
-    assert [curve["name"] for curve in areas] == ["actor: parameters", "other: on the device"]
-    for curve in chart["curves"]:
-        assert 200 < len(curve["x"]) == len(curve["y"]) == len(curve["words"]) <= 500
-        assert curve["x"] == sorted(set(curve["x"]))
-    assert (max(areas[1]["y"]), areas[1]["x"][areas[1]["y"].index(860)]) == (860, highest)
-    assert (max(peaks["y"]), peaks["x"][peaks["y"].index(5000)]) == (5000, highest + 0.5)
-    assert areas[0]["x"][-1] == count - 1
-    assert "the highest of 16 readings" in chart["note"]
+    (chart,) = view.charts()
+    *areas, peaks = chart.curves
+    assert [curve.name for curve in areas] == ["actor: parameters", "other: on the device"]
+    for curve in chart.curves:
+        assert 200 < len(curve.x) == len(curve.y) == len(curve.words) <= 500
+        assert list(curve.x) == sorted(set(curve.x))
+    assert (max(areas[1].y), areas[1].x[areas[1].y.index(860)]) == (860, highest)
+    assert (max(peaks.y), peaks.x[peaks.y.index(5000)]) == (5000, highest + 0.5)
+    assert areas[0].x[-1] == count - 1
+    assert "the highest of 16 readings" in chart.note
 
     asked: list[MemoryReading] = []
     shares = MemoryReading.shares
@@ -139,14 +139,14 @@ def test_a_long_record_costs_what_is_added_and_is_drawn_in_few_points(
 
     monkeypatch.setattr(MemoryReading, "shares", counted)
     store.append_memory([reading(count, parameters=30)])
-    data, _ = view.payload(whole=False)
+    (chart,) = view.charts()
     assert {one.time_s for one in asked} == {count}
-    assert [curve["y"] for curve in data["charts"][0]["curves"]] == [[30], [20], []]
+    assert [curve.y[-1] for curve in chart.curves[:2]] == [30, 20]
     store.append_memory([reading(count + 1, parameters=30, gradients=5)])
-    (chart,) = view.payload(whole=False)[0]["charts"]
-    late = chart["curves"][1]
-    assert (late["name"], set(late["y"][:-1]), late["y"][-1]) == ("actor: gradients", {0}, 5)
-    assert len(late["y"]) == len(chart["curves"][0]["y"])
+    (chart,) = view.charts()
+    late = chart.curves[1]
+    assert (late.name, set(late.y[:-1]), late.y[-1]) == ("actor: gradients", {0}, 5)
+    assert len(late.y) == len(chart.curves[0].y)
 
 
 def test_hosts_are_asked_after_something_has_happened_and_not_often(

@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,33 +79,20 @@ def test_curves_are_the_metrics_of_the_workbench(lab: wb.Workbench, view: Metric
     assert read.points(name).values == curve.y
 
 
-def test_only_what_is_new_is_sent(tmp_path: Path, lab: wb.Workbench, view: Metrics) -> None:
+def test_the_figure_of_the_page_is_the_one_that_a_cell_keeps(lab: wb.Workbench, view: Metrics) -> None:
     view.on_show("mine", "loss", True)
-    lab.report("mine", {"loss": 1.0})
-    lab.report("mine", {"loss": math.nan})
+    for loss in (1.0, math.nan, 3.0):
+        lab.report("mine", {"loss": loss})
     view.shown = [("mine", "loss")]
     data, buffers = view.payload(whole=True)
-    assert buffers == []
-    assert data["still"].startswith("<svg")
-    faint, smooth = data["charts"][0]["curves"]
-    assert (faint["kind"], faint["y"], smooth["y"]) == ("faint", [1.0, None], [1.0, None])
-    assert data["charts"][0]["note"] == "1 not finite"
-    lab.report("mine", {"loss": 3.0})
-    data, _ = view.payload(whole=False)
-    assert (data["whole"], data["still"]) == (False, None)
-    assert [curve["y"] for curve in data["charts"][0]["curves"]] == [[3.0], [pytest.approx((0.4 * 3 + 0.24) / 0.64)]]
-    assert [curve["y"] for curve in view.payload(whole=False)[0]["charts"][0]["curves"]] == [[], []]
-    view.on_smooth(0.9)
-    assert view.payload(whole=False)[0]["whole"]
-    json.dumps(view.payload(whole=True)[0], allow_nan=False)
+    assert buffers == [] and data["figure"] == view.figure()
+    faint, smooth = json.loads(json.dumps(data, allow_nan=False))["figure"]["data"]
+    assert (faint["y"], smooth["y"]) == ([1.0, None, 3.0], [1.0, None, pytest.approx((0.4 * 3 + 0.24) / 0.64)])
+    assert "1 not finite" in [one["text"] for one in data["figure"]["layout"]["annotations"]]
+    assert "<caption>mine/loss, no unit</caption>" in data["below"]
     view.on_library()
-    data, (zipped,) = view.payload(whole=False)
-    assert data["still"]
-    assert zipped is plotly_js()
-    assert b"plotly.js v" in gzip.decompress(zipped)[:200]
-    assert view.payload(whole=False)[1] == []
-    view.on_stills()
-    assert view.payload(whole=False)[0]["still"]
+    assert view.payload(whole=False)[1] == [plotly_js()] and view.payload(whole=False)[1] == []
+    assert b"plotly.js v" in gzip.decompress(plotly_js())[:200]
 
 
 def test_other_runs_are_beside_it(lab: wb.Workbench, view: Metrics) -> None:
@@ -142,7 +128,7 @@ def test_metrics_are_found_and_chosen(lab: wb.Workbench, view: Metrics) -> None:
     view.on_show_first()
     assert view.drawn() == first
     view.on_axis("log")
-    assert "not above 0" in view.picture()
+    assert "not above 0" in str(view.figure())
 
 
 def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:

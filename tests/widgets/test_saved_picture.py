@@ -15,6 +15,7 @@ from nbconvert import HTMLExporter
 
 import workbench as wb
 from tests.cases import tiny_lab
+from workbench.display.curves import MIMETYPE
 from workbench_widgets import View
 from workbench_widgets.driver import Driver
 from workbench_widgets.saved_picture import SavedPicture
@@ -59,12 +60,18 @@ def test_what_readers_without_a_kernel_leave_of_it(lab: wb.Workbench) -> None:
     ppo.run(2)
     views = list(lab.panel(algorithm=ppo).views.values())
     kept = SavedPicture()
-    places: list[dict[str, str]] = []
-    kept._places.append(SimpleNamespace(update=lambda bundle, raw: places.append(bundle)))
+    places: list[dict[str, Any]] = []
+    place = SimpleNamespace(update=lambda bundle, raw: places.append(bundle))
+    kept._places += [(mark, place) for mark in kept._bundles(views, lab)]
     kept.save(views, lab)
-    (bundle,) = places
+    bundle, *charts = places
     html = bundle["text/html"]
-    assert html.count("<img ") >= 6
+    assert html.count("<img ") >= 4
+    # charts are outputs of their own, which JupyterLab and VS Code draw; one that was not asked for yet says nothing
+    figures = [one[MIMETYPE] for one in charts]
+    assert [len(figure["data"]) > 0 for figure in figures] == [True, True]
+    assert len({figure["layout"]["meta"] for figure in figures}) == 2
+    assert kept.hides(views).count(":has(") == 2
 
     # where the strictest rules hold, each drawing is its words and its table
     left = as_github(html)
@@ -141,7 +148,7 @@ def test_the_saved_picture_is_renewed_after_each_change_and_takes_a_twentieth_of
     )
     monkeypatch.setattr("workbench_widgets.saved_picture.time", times)
     kept = SavedPicture()
-    kept._places.append(place)
+    kept._places.append((kept.name, place))
     assert [kept.refresh(views, lab) for _ in range(4)] == [True, True, False, False]  # one at a time, then nothing
     assert len(shown) == 1
     for view in views:

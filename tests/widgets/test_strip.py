@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import workbench as wb
 from tests.cases import tiny_lab
 from workbench.display.html import bytes_text
-from workbench_widgets.strip import HEIGHT, sparkline
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +75,3 @@ def test_what_is_wrong(lab: Any) -> None:
         assert strip.text().endswith("| pool shared is lost")
     finally:
         del lab.hosts.lost["shared"]
-
-
-def test_a_sparkline_is_to_scale() -> None:
-    drawn = sparkline([0.0, 1.0, float("nan"), 0.5], "reward")
-    (points,) = re.findall(r'points="([^"]*)"', drawn)
-    xs, ys = zip(*(map(float, point.split(",")) for point in points.split()), strict=True)
-    assert (len(xs), ys[0], ys[1]) == (3, HEIGHT - 3, 3.0)
-    assert ys[2] == (ys[0] + ys[1]) / 2
-    assert xs[2] - xs[1] == pytest.approx(2 * (xs[1] - xs[0]))
-    assert sparkline([float("nan")], "reward") == ""

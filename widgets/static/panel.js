@@ -27,7 +27,7 @@ function render({ model, el }) {
   const name = titles.length < 2 ? titles[0][1] : "Panel";
   const root = make("div", { class: "wb-panel", role: "region", "aria-label": `${name} of the workbench` }, gone, bar, status);
   // the picture that the cell keeps for a page without a kernel
-  const hides = make("style", {}, `.${model.get("saved")} { display: none; }`);
+  const hides = make("style", {}, model.get("hides"));
   // JupyterLab handles keys before anything in the page does, and takes plain ones as its commands: arrows leave the
   // panel, letters add and delete cells. Those with Ctrl or Alt, such as to save, stay its own.
   const own = (event) => {
@@ -122,6 +122,7 @@ function render({ model, el }) {
       clearInterval(listening);
       model.off("comm_live_update", cut);
       root.classList.remove("wb-silent");
+      hides.remove(); // the picture stays
       return;
     }
     if (message.kind === "status") {
@@ -191,18 +192,20 @@ function stick(root, el) {
 function initialize({ model }) {
   const notebook = model.widget_manager?.context?.model; // JupyterLab's
   if (!notebook?.cells) return;
-  model.on("msg:custom", ({ kind, html }) => {
-    if (kind === "saved") keepPicture(notebook, `class="${model.get("saved")}"`, html);
+  model.on("msg:custom", ({ kind, kept }) => {
+    if (kind === "saved") keepPictures(notebook, Object.entries(kept));
   });
   model.send({ act: "keeps" });
 }
 
-function keepPicture(notebook, mark, html) {
+// kept: [mark, data by mimetype] of each; the mark is in the html that is there, or in the figure.
+function keepPictures(notebook, kept) {
   for (const { outputs } of notebook.cells) {
     for (let n = 0; n < (outputs?.length ?? 0); n += 1) {
       const output = outputs.get(n).toJSON();
-      if (!String(output.data?.["text/html"]).includes(mark)) continue;
-      outputs.set(n, { ...output, data: { ...output.data, "text/html": html } });
+      const said = `${output.data?.["text/html"]} ${output.data?.["application/vnd.plotly.v1+json"]?.layout.meta}`;
+      const [, data] = kept.find(([mark]) => said.includes(mark)) ?? [];
+      if (data) outputs.set(n, { ...output, data });
     }
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import STATUS
 from workbench.data.prompt_stream import PromptStream
+from workbench.display.curves import STROKES, Chart, Charted, Curve
+from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
@@ -155,7 +158,7 @@ def _named(arm: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Charted):
     """Arms on the same batch. `df`: metrics by arm. `column(name)`: its mean in each row, by arm."""
 
     batch: Batch
@@ -205,37 +208,36 @@ class Comparison:
             f"<Comparison of {', '.join(arm.name for arm in self.arms)} on {self.batch.name}: {len(self.df)} metrics>"
         )
 
-    def _repr_html_(self) -> str:
-        from workbench.display.compare import overlay
-        from workbench.display.html import table
+    def _compared(self) -> tuple[list[str], list[str]]:
+        """Columns of numbers that arms have: those that differ, and those that are the same in all."""
+        there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
+        same = [name for name in there if self._same(name)]
+        return [name for name in there if name not in same], same
 
+    def charts(self) -> list[Chart]:
+        """Each arm's numbers sorted, from its smallest to its largest, so that arms of other sizes compare."""
+        charts = []
+        for name in self._compared()[0]:
+            curves = list[Curve]()
+            for arm, values in self.column(name).items():
+                if y := sorted(value for value in values.tolist() if math.isfinite(value)):
+                    x = [n / max(1, len(y) - 1) for n in range(len(y))]
+                    curves.append(Curve(name=str(arm), x=x, y=y, stroke=STROKES[len(curves) % len(STROKES)]))
+            title, ticks = f"{name}, mean over each response", {0.0: "smallest", 1.0: "largest"}
+            charts.append(Chart(title=title, curves=tuple(curves), x="responses, sorted", ticks=ticks))
+        return charts
+
+    def _repr_html_(self) -> str:
         metrics = dict.fromkeys(name for arm in self.arms for name in arm.metrics)
         rows = [
             {"metric": name, **{arm.name: f"{arm.metrics[name]:.6g}" for arm in self.arms if name in arm.metrics}}
             for name in metrics
         ]
-        there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
-        same = [name for name in there if self._same(name)]
-        pictures = [
-            overlay(
-                {str(arm): values.tolist() for arm, values in self.column(name).items()},
-                f"{name}, mean over each response",
-                x="responses, sorted",
-            )
-            for name in there
-            if name not in same
-        ]
+        same = self._compared()[1]
         note = f"<div>The same in all arms that have it: {', '.join(same)}</div>" if same else ""
         stages = [
             {"arm": arm.name, "taken from the batch": ", ".join(arm.taken), "run": ", ".join(arm.ran)}
             for arm in self.arms
         ]
         caption = f"{len(self.arms)} arms on {self.batch.name}: {self.batch.rows} rows"
-        return (
-            table(stages, caption=caption)
-            + "".join(
-                f'<div style="display:inline-block;margin:4px 16px 4px 0">{picture}</div>' for picture in pictures
-            )
-            + note
-            + table(rows, caption="metrics", max_rows=60)
-        )
+        return table(stages, caption=caption) + note + table(rows, caption="metrics", max_rows=60)

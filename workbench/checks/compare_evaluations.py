@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.display.curves import STROKES, Chart, Charted, Curve
+from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.support.intervals import student_quantile
 from workbench.support.validation import one_of
@@ -146,7 +149,7 @@ def _flipped(a: Any, b: Any) -> pd.DataFrame:
 
 
 @dataclass(frozen=True)
-class EvaluationComparison:
+class EvaluationComparison(Charted):
     """b against a. df: a row a data set: `prompts` that both have, `mean_a`, `mean_b`, `difference` (b - a) with `low`
     and `high` of its 95 % interval, whether that is `decided` (the interval leaves out 0), `more_prompts` that would
     decide it, and prompts `left_out` because only one evaluation has them. flipped: see `compare_evaluations`. of: what
@@ -168,21 +171,31 @@ class EvaluationComparison:
     def __repr__(self) -> str:
         return "\n".join([*self.sentences(), f"{len(self.flipped)} prompts flipped: see .flipped"])
 
-    def _repr_html_(self) -> str:
-        from workbench.display.html import table
-        from workbench.display.interval_chart import Difference, interval_chart
+    def charts(self) -> list[Chart]:
+        """The differences with their intervals; those that are decided, whose interval leaves out 0, in colour."""
+        numbered = self.df.assign(x=range(len(self.df)))
+        curves = tuple(
+            Curve(
+                name=name, x=rows["x"].tolist(), y=rows["difference"].tolist(), low=rows["low"].tolist(),
+                high=rows["high"].tolist(), kind="intervals", stroke=stroke,
+            )
+            for name, stroke, rows in (
+                ("decided", STROKES[0], numbered[numbered["decided"]]),
+                ("not decided", STROKES[6], numbered[~numbered["decided"]]),
+            )
+            if len(rows)
+        )  # fmt: skip
+        ticks = {float(x): str(data) for x, data in enumerate(self.df.index)}
+        title = f"{self.of}: b - a with its 95 % interval"
+        return [Chart(title=title, curves=curves, x="data", y=self.of, limit=(0.0, ""), ticks=ticks)]
 
+    def _repr_html_(self) -> str:
         rows = [{"data": data, **row} for data, row in self.df.iterrows()]
-        differences = [
-            Difference(str(data), row["difference"], row["low"], row["high"], bool(row["decided"]))
-            for data, row in self.df.iterrows()
-        ]
-        chart = interval_chart(differences, f"{self.of}: b - a with its 95 % interval")
         flipped = self.flipped.drop(columns=["sample"]).to_dict("records")
         shown = [{str(name): str(value)[:300] for name, value in row.items()} for row in flipped]
-        said = "".join(f"<div>{_escaped(line)}</div>" for line in self.sentences())
+        said = "".join(f"<div>{escape(line)}</div>" for line in self.sentences())
         sides = table(shown, caption=f"{len(flipped)} prompts flipped", max_rows=10) if flipped else ""
-        return said + chart + table(rows, caption=f"{self.of}: b against a, 95 % interval over prompts") + sides
+        return said + table(rows, caption=f"{self.of}: b against a, 95 % interval over prompts") + sides
 
 
 def _sentence(data: str, row: Any) -> str:
@@ -195,9 +208,3 @@ def _sentence(data: str, row: Any) -> str:
     if not math.isfinite(more):
         return f"{found}: not decided"
     return f"{found}: not decided; about {more:,.0f} more prompts would"
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)

@@ -11,6 +11,8 @@ import torch
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
+from workbench.display.curves import STROKES, Chart, Charted, Curve
+from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.settings.precision import ALL_TOKENS, MERGED, PRECISIONS, Precision
@@ -27,7 +29,7 @@ SAMPLED = "rollout"
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(Charted):
     """Log-probabilities of the same tokens, from the same weights, under several precisions.
 
     tokens: a frame with one row for each token of the policy's: its `row`, its place `token`, `token_id`, and a column
@@ -74,22 +76,20 @@ class Mismatch:
     def __repr__(self) -> str:
         return f"<Mismatch of {len(self.tokens)} tokens, against {self.base}>\n{self.df.to_string(float_format='%.3g')}"
 
-    def _repr_html_(self) -> str:
-        from workbench.display.curves import STROKES, Chart, Curve, sheet
-        from workbench.display.html import table
-
+    def charts(self) -> list[Chart]:
+        """The gaps of each precision, sorted."""
         gaps, places = self.gaps, np.linspace(0, 1, QUANTILES + 1)
         curves: list[Curve] = []
         for name in gaps.columns[3:]:
             found = np.quantile(np.abs(gaps[name].to_numpy()), places).tolist()
             curves.append(Curve(name=name, x=places.tolist(), y=found, stroke=STROKES[len(curves) % len(STROKES)]))
-        chart = Chart(
-            title=f"|gap| of tokens to {self.base}, nats", curves=tuple(curves), x="tokens, by their gap", log=True,
-            ends=("smallest", "largest"),
-        )  # fmt: skip
+        title, ticks = f"|gap| of tokens to {self.base}, nats", {0.0: "smallest", 1.0: "largest"}
+        return [Chart(title=title, curves=tuple(curves), x="tokens, by their gap", log=True, ticks=ticks)]
+
+    def _repr_html_(self) -> str:
         rows = [{"precision": name, **{str(key): f"{value:.3g}" for key, value in row.items()}}
                 for name, row in self.df.iterrows()]  # fmt: skip
-        return table(rows, caption=f"{len(self.tokens):,} tokens, against {self.base}") + sheet([chart])
+        return table(rows, caption=f"{len(self.tokens):,} tokens, against {self.base}")
 
 
 @stoppable("lab.mismatch()", ("the system is as before", "the same call again compares"))

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.comparisons.run_folder import ITERATION, run_folder
 from workbench.display.callers import Callers
-from workbench.display.curves import Chart, Curve, sheet
+from workbench.display.curves import Chart, Charted, Curve, tables
+from workbench.display.device_spans import DeviceSpans, called_s
 from workbench.display.headlines import looked_at
 from workbench.display.idle import Lane, within
-from workbench.display.images import as_images
-from workbench.display.span_table import SpanTable
-from workbench.display.timeline import times_of
-from workbench.display.timeline_svg import Section
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
-from workbench.telemetry.span_lines import SpanLines
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +38,7 @@ CHARTS = {
 
 
 @dataclass(frozen=True)
-class Dial:
+class Dial(Charted):
     """df: one row an iteration, NaN where a run does not report it.
 
     age_steps: of the rollouts that it trained on, mean, in optimizer steps of the actor; 0 for fresh ones. seconds:
@@ -63,17 +59,13 @@ class Dial:
             if self.df[column].notna().any()
         ]
 
-    def svg(self) -> str:
-        """All charts as one picture, to write to a file."""
-        return sheet(self.charts())
-
     def __repr__(self) -> str:
         if self.df.empty:
             return "<Dial: no iteration has been trained>"
         return f"<Dial of {len(self.df)} iterations>\n{self.df.to_string(float_format='%.3g')}"
 
     def _repr_html_(self) -> str:
-        return as_images(f"<div>{self.svg()}</div>") if self.charts() else f"<div>{repr(self)[1:-1]}</div>"
+        return tables(self.charts()) if self.charts() else f"<div>{repr(self)[1:-1]}</div>"
 
 
 @checked_call("wb.dial")
@@ -108,18 +100,15 @@ def _times(telemetry: TelemetryStore, devices: Sequence[Lane]) -> pd.DataFrame:
     rows: list[Any] = telemetry.spans().to_dict("records")
     begun = [(int(event["details"][ITERATION]), event["time_s"]) for event in events if event["event"] == ITERATION]
     moves = [event["time_s"] - float(event["details"]["seconds"]) for event in events if event["event"] == "move"]
-    spans = SpanTable()
-    spans.add(SpanLines.of_rows(rows))
-    spans.know(devices)
+    spans = DeviceSpans(rows, devices)
     lives = spans.lives(devices, moves)
     bounds = [*(time_s for _, time_s in begun), max((row["end_s"] for row in rows), default=0.0)]
     gaps = spans.gaps((bounds[0], bounds[-1]), lives, Callers.of(events))
     found = dict[int, dict[str, float]]()
     for (number, _), start_s, end_s in zip(begun, bounds[:-1], bounds[1:], strict=True):
         there = {lane: within(life, start_s, end_s) for lane, life in enumerate(lives)}
-        lanes = {lane: (from_s, to_s) for lane, (from_s, to_s) in there.items() if to_s > from_s}
-        if times := times_of(spans, [Section("", start_s, end_s, lanes)], gaps):
-            called_s = [row["window_s"] - row["uncalled_s"] for row in times]
+        if times := spans.times({lane: life for lane, life in there.items() if life[1] > life[0]}, gaps):
+            spent_s = list(map(called_s, times))
             idle_s = sum(row["idle_s"] - row["uncalled_s"] for row in times)
-            found[number] = {"seconds": max(called_s), "idle_share": idle_s / max(sum(called_s), 1e-9)}
+            found[number] = {"seconds": max(spent_s), "idle_share": idle_s / max(sum(spent_s), 1e-9)}
     return pd.DataFrame.from_dict(found, orient="index", columns=["seconds", "idle_share"]).rename_axis(ITERATION)

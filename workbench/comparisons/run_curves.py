@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from workbench.checks.compare_evaluations import interval
 from workbench.comparisons.run_folder import RunFolder, X
-from workbench.display.curves import STROKES, Chart, Curve, sheet, smoothed, summary
+from workbench.display.curves import STROKES, Chart, Charted, Curve, smoothed, summary, tables
 from workbench.display.headlines import HEADLINES, looked_at
-from workbench.display.images import as_images
 from workbench.errors import NotFound
 from workbench.support.named_fields import meant
 
@@ -25,7 +25,7 @@ Band = Literal["interval", "range"]
 
 
 @dataclass(frozen=True)
-class RunCurves:
+class RunCurves(Charted):
     """df: a row a metric, arm and x: `mean` over the arm's runs, `low` and `high` of its band (NaN for one run),
     `runs`. over: what x counts. notes: what was left out."""
 
@@ -49,18 +49,11 @@ class RunCurves:
             made.append(Chart(title=str(metric), curves=tuple(curves), x=self.over.removesuffix("s")))
         return made
 
-    def svg(self) -> str:
-        """All charts as one picture, to write to a file."""
-        return sheet(self.charts())
-
     def __repr__(self) -> str:
         return "\n".join([*(summary(chart) for chart in self.charts()), *self.notes])
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
-        return as_images(f"<div>{self.svg()}{notes}</div>")
+        return "".join(f"<div>{escape(note)}</div>" for note in self.notes) + tables(self.charts())
 
 
 def curves_of(

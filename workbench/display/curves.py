@@ -1,48 +1,36 @@
-"""Charts of curves: plain records, and each drawn as a small svg with axes and a key, without a script."""
+"""Charts of curves: plain records, and one description of how they are drawn, plotly's JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from typing import Literal, NamedTuple
-from zlib import crc32
+from html import escape as escape_html
+from typing import Any, Literal, NamedTuple
 
-from workbench.display.html import bytes_text, folded, numbers_table, picture_id
+from workbench.display.html import bytes_text, folded, numbers_table
+
+MIMETYPE = "application/vnd.plotly.v1+json"  # JupyterLab and VS Code draw it, also where there is no kernel
 
 
 class Stroke(NamedTuple):
-    """How a curve is drawn: its colour, and dashes and a marker for those who do not see the colours."""
+    """How a curve is drawn: its colour, and dashes and a marker, as plotly names them, for those who do not see it."""
 
     colour: str
-    dash: str = ""
+    dash: str = "solid"
     marker: str = "circle"
 
 
 # Okabe and Ito, "Color Universal Design", 2008
 STROKES = (
-    Stroke("#0072b2", "", "circle"), Stroke("#d55e00", "6 3", "square"), Stroke("#009e73", "2 3", "diamond"),
-    Stroke("#cc79a7", "8 3 2 3", "triangle-up"), Stroke("#e69f00", "1 4", "x"),
-    Stroke("#56b4e9", "10 4", "square"), Stroke("#888888", "4 4", "diamond"), Stroke("#b0a000", "2 6", "triangle-up"),
+    Stroke("#0072b2"), Stroke("#d55e00", "6px,3px", "square"), Stroke("#009e73", "2px,3px", "diamond"),
+    Stroke("#cc79a7", "8px,3px,2px,3px", "triangle-up"), Stroke("#e69f00", "1px,4px", "x"),
+    Stroke("#56b4e9", "10px,4px", "square"), Stroke("#888888", "4px,4px", "diamond"),
+    Stroke("#b0a000", "2px,6px", "triangle-up"),
 )  # fmt: skip
-# in a box from -1 to 1
-MARKERS = {
-    "circle": "M-1,0 a1,1 0 1,0 2,0 a1,1 0 1,0 -2,0",
-    "square": "M-.9,-.9 H.9 V.9 H-.9 z",
-    "diamond": "M0,-1.2 L1.2,0 L0,1.2 L-1.2,0 z",
-    "triangle-up": "M0,-1.2 L1.2,1 H-1.2 z",
-    "x": "M-1,-1 L1,1 M-1,1 L1,-1",
-}
-# Lines of a hatch, by the name that plotly has for it; "": a plain ground.
-HATCHES = {
-    "": "", "/": "M0,6 L6,0", "\\": "M0,0 L6,6", "-": "M0,3 H6", "|": "M3,0 V6", "x": "M0,0 L6,6 M0,6 L6,0",
-    "+": "M0,3 H6 M3,0 V6", ".": "M2,3 h2",
-}  # fmt: skip
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 190, 62, 10, 30, 38
-ID = "<id>"  # of a picture, until it is known; text is escaped, and holds no such
-COLUMNS, GAP, KEY_LINE, CHARACTER = 2, 14, 17, 6.8
-MOST_POINTS, MOST_MARKERS = 400, 40
+INK, GRID = "#777777", "rgba(128,128,128,0.25)"  # of text and lines: read on white and on near black
+COLUMNS, HEIGHT, KEY_LINE = 2, 260, 20  # of a sheet: charts in a row, pixels of a chart and of a line of the key
+MOST_POINTS, MOST_MARKERS = 400, 60  # of a line
 MOST_CELLS, MOST_ROWS, LEAST_ROWS = 1500, 50, 3  # of tables: all together, and each
 
 
@@ -51,17 +39,19 @@ class Curve:
     """Numbers y at x; a y that is not finite is a gap.
 
     kind: "line"; "faint", the ground of another line; "points", not joined; "area", stacked on the areas before it,
-    which have the same x; "band", from `low` to y, the ground of a line (in pictures; the panel has none).
-    source: which run it is of; "" for the one that is looked at. hatch: of an area, see
-    `HATCHES`. words: what each point is, shown where the pointer is.
+    which have the same x; "band", from `low` to y, the ground of a line; "intervals", points y, each with a bar from
+    `low` to `high`. source: which run it is of; "" for the one
+    that is looked at. hatch: of an area, the shape of a plotly pattern. words: what each point is, shown where the
+    pointer is.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     stroke: Stroke = STROKES[0]
-    kind: Literal["line", "faint", "points", "area", "band"] = "line"
+    kind: Literal["line", "faint", "points", "area", "band", "intervals"] = "line"
     low: Sequence[float] = field(default=())
+    high: Sequence[float] = field(default=())
     source: str = ""
     hatch: str = ""
     words: Sequence[str] = field(default=())
@@ -71,9 +61,9 @@ class Curve:
 class Chart:
     """Curves over one x.
 
-    y: what it counts, in a word or two over its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten;
+    y: what it counts, in a word or two at its axis. unit: "bytes", or "" for plain numbers. log: y in powers of ten;
     what is not above 0 is left out. note: a line under the title. at: an x that is marked. limit: a y with words for
-    it, drawn across. ends: words at the two ends of the x axis, in place of its numbers.
+    it, drawn across. ticks: words by x, in place of the numbers of the axis.
     """
 
     title: str
@@ -85,7 +75,51 @@ class Chart:
     note: str = ""
     at: float | None = None
     limit: tuple[float, str] | None = None
-    ends: tuple[str, str] | None = None
+    ticks: Mapping[float, str] | None = None
+
+
+class Charted:
+    """Something that a notebook shows as its html, where it has any, with its charts below."""
+
+    def charts(self) -> list[Chart]:
+        """The charts, in their order."""
+        raise NotImplementedError
+
+    def figure(self) -> dict[str, Any]:
+        """The charts as plotly's JSON: `plotly.io.from_json(json.dumps(...))` makes a file or a page of it."""
+        return figure(self.charts())
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        html = getattr(self, "_repr_html_", str)()
+        if html or not self.charts():
+            display({"text/html": html, "text/plain": repr(self)}, raw=True)
+        if self.charts():
+            display(bundle(self.charts()), raw=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Sheet(Charted):
+    """Charts side by side under one key; a notebook draws it."""
+
+    drawn: tuple[Chart, ...]
+
+    def charts(self) -> list[Chart]:
+        return list(self.drawn)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(summary, self.drawn))
+
+
+def sheet(charts: Iterable[Chart]) -> Sheet:
+    """Charts in columns under one key of their curves, for a cell to show."""
+    return Sheet(tuple(charts))
+
+
+def bundle(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Charts by mimetype, as a cell keeps them."""
+    return {MIMETYPE: figure(charts), "text/plain": "\n".join(map(summary, charts))}
 
 
 def smoothed(values: Sequence[float], factor: float) -> list[float]:
@@ -105,42 +139,21 @@ def smoothed(values: Sequence[float], factor: float) -> list[float]:
     return found
 
 
-# --- as svg -----------------------------------------------------------------------------------------------------------
-
-
-def sheet(charts: Sequence[Chart]) -> str:
-    """Charts in columns under one key of their curves, as one svg."""
-    columns = min(COLUMNS, max(1, len(charts)))
-    width = columns * (WIDTH + GAP) - GAP
-    head, top = _key((curve for chart in charts for curve in chart.curves), width)
-    parts = [head]
-    for n, chart in enumerate(charts):
-        x, y = n % columns * (WIDTH + GAP), top + n // columns * (HEIGHT + GAP)
-        parts.append(f'<g transform="translate({x:g},{y:g})">{draw(chart)}</g>')
-    height = top + -(-len(charts) // columns) * (HEIGHT + GAP)
-    label = escape("; ".join(summary(chart) for chart in charts))
-    return _svg("".join(parts), width, height, label)
-
-
-def key(charts: Sequence[Chart]) -> str:
-    """The key of the charts' curves, as an svg of its own; "" where all have one look."""
-    inner, height = _key((curve for chart in charts for curve in chart.curves), 2 * WIDTH)
-    return _svg(inner, 2 * WIDTH, height, "key of the curves") if inner else ""
+# --- as text ----------------------------------------------------------------------------------------------------------
 
 
 def summary(chart: Chart) -> str:
     """A chart in a line of text: its title and the last number of each curve."""
-    lasts = [f"{curve.name} {number(curve.y[-1], chart.unit)}" for curve in _shown(chart.curves) if len(curve.y)]
+    lasts = [f"{curve.name} {number(curve.y[-1], chart.unit)}" for curve in _named(chart.curves) if len(curve.y)]
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
 
 
 def tables(charts: Sequence[Chart], *, most_cells: int = MOST_CELLS) -> str:
     """The last points of charts as tables, folded: a row an x, a column a curve; points that are not joined have a
     table of their own. most_cells: of all together."""
-    shown = [(chart, _shown(chart.curves)) for chart in charts]
     parts = [
         (chart, part)
-        for chart, curves in shown
+        for chart, curves in ((chart, _named(chart.curves)) for chart in charts)
         for part in ([c for c in curves if c.kind != "points"], [c for c in curves if c.kind == "points"])
         if part
     ]
@@ -166,229 +179,142 @@ def number(value: float, unit: str = "") -> str:
     return bytes_text(value) if unit == "bytes" and math.isfinite(value) else f"{value:.4g}"
 
 
-def draw(chart: Chart) -> str:
-    """A chart, `WIDTH` by `HEIGHT`, as the inside of an svg."""
-    lines = _stacked(chart.curves)
-    low, high = _range(chart, lines)
-    scale = math.log10 if chart.log else float
-    xs = [x for line in lines for x in (min(line.curve.x), max(line.curve.x))]
-    xs += [] if chart.at is None or not xs else [chart.at]
-    first, last = (min(xs), max(xs)) if xs else (0.0, 1.0)
-    bottom = HEIGHT - BOTTOM
-
-    def at_x(x: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((x - first) / (last - first) if last > first else 0.5)
-
-    def at_y(y: float) -> float:
-        return bottom - (bottom - TOP) * (scale(y) - scale(low)) / (scale(high) - scale(low))
-
-    parts = [_text(0, 12, chart.title, extra='font-weight="600"')]
-    if chart.y:
-        parts.append(_text(0, 25, chart.y, extra='font-size="10" opacity=".75"'))
-    if chart.note:
-        parts.append(_text(WIDTH - RIGHT, 23, chart.note, anchor="end", extra='font-size="10" opacity=".75"'))
-    for y in _ticks(low, high, log=chart.log):
-        parts.append(f'<path d="M{LEFT},{at_y(y):.1f} H{WIDTH - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>')
-        parts.append(_text(LEFT - 5, at_y(y) + 4, number(y, chart.unit), anchor="end"))
-    if chart.ends:
-        parts += [
-            _text(LEFT, bottom + 15, chart.ends[0]),
-            _text(WIDTH - RIGHT, bottom + 15, chart.ends[1], anchor="end"),
-        ]
-    else:
-        steps = [x for x in _ticks(first, last, most=6) if chart.x != "iteration" or x == int(x)]
-        parts += [_text(at_x(x), bottom + 15, f"{x:g}", anchor="middle") for x in steps]
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + (15 if chart.ends else 29), chart.x, anchor="middle"))
-    parts.append(
-        f'<path d="M{LEFT},{TOP} V{bottom} H{WIDTH - RIGHT}" fill="none" stroke="currentColor" stroke-opacity=".4"/>'
-    )
-    parts += [_line(line, at_x, at_y, chart.log) for line in lines]
-    if chart.limit is not None and low <= chart.limit[0] <= high:
-        y = at_y(chart.limit[0])
-        parts.append(f'<path d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}" stroke="currentColor" stroke-dasharray="7 4"/>')
-        parts.append(_text(LEFT + 4, y + 12, chart.limit[1], extra='font-size="10"'))
-    if chart.at is not None and xs:
-        x = at_x(chart.at)
-        parts.append(f'<path d="M{x:.1f},{TOP} V{bottom}" stroke="currentColor" stroke-dasharray="2 3"/>')
-    return "".join(parts)
-
-
-class _Line(NamedTuple):
-    """A curve and where it is: y is its own, or what it and the areas under it come to; base: the top of these."""
-
-    curve: Curve
-    y: Sequence[float]
-    base: Sequence[float]
-
-
-def _stacked(curves: Iterable[Curve]) -> list[_Line]:
-    lines: list[_Line] = []
-    base: Sequence[float] = ()
-    for curve in curves:
-        if curve.kind != "area":
-            lines.append(_Line(curve, curve.y, curve.low))
-            continue
-        under = base or [0.0] * len(curve.y)
-        base = [low + (y if math.isfinite(y) else 0.0) for low, y in zip(under, curve.y, strict=True)]
-        lines.append(_Line(curve, base, under))
-    return [line for line in lines if len(line.curve.x)]
-
-
-def _range(chart: Chart, lines: Sequence[_Line]) -> tuple[float, float]:
-    """From the smallest to the largest that is drawn; never of no height."""
-    lows = [y for line in lines if line.curve.kind == "band" for y in line.base]
-    values = [
-        y for y in (*lows, *(y for line in lines for y in line.y)) if math.isfinite(y) and (y > 0 or not chart.log)
-    ]
-    values += [chart.limit[0]] if chart.limit is not None else []
-    low, high = (min(values), max(values)) if values else (1.0, 10.0)
-    if chart.unit == "bytes" and not chart.log:
-        low = 0.0
-    if low == high:
-        low, high = (low / 2, high * 2) if chart.log else (low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1))
-    return low, high
-
-
-def _ticks(low: float, high: float, *, most: int = 4, log: bool = False) -> list[float]:
-    """Round numbers from low to high: multiples of 1, 2 or 5 times a power of ten; with `log` powers of ten, or the
-    ends where there are fewer than two."""
-    if log:
-        powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
-        return [10.0**n for n in powers[:: max(1, -(-len(powers) // (most + 1)))]] if len(powers) > 1 else [low, high]
-    if high <= low:
-        return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= (high - low) / most * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [
-        round(n * step, 12 - math.floor(math.log10(step))) for n in range(first, math.floor(high / step + 1e-9) + 1)
-    ]
-
-
-def _line(line: _Line, at_x: Callable[[float], float], at_y: Callable[[float], float], log: bool) -> str:
-    curve, stroke = line.curve, line.curve.stroke
-    if curve.kind == "band":
-        return "".join(_band(line, run, at_x, at_y) for run in _runs(line.y, log=log))
-    if curve.kind == "area":
-        there = list(range(len(curve.x)))
-        if len(there) == 1:  # one reading: a bar
-            left, right = LEFT, WIDTH - RIGHT
-            tops = f"{left},{at_y(line.y[0]):.1f} {right},{at_y(line.y[0]):.1f}"
-            under = f"{right},{at_y(line.base[0]):.1f} {left},{at_y(line.base[0]):.1f}"
-        else:
-            kept = _thinned(there, line.y)
-            tops = " ".join(f"{at_x(curve.x[n]):.1f},{at_y(line.y[n]):.1f}" for n in kept)
-            under = " ".join(f"{at_x(curve.x[n]):.1f},{at_y(line.base[n]):.1f}" for n in reversed(kept))
-        title = f"<title>{escape(curve.name)}</title>"
-        ground = _ground(stroke.colour, curve.hatch)
-        shape = f'<polygon points="{tops} {under}" fill="{ground[0]}" stroke="{stroke.colour}" stroke-width=".7"/>'
-        return f"<g>{ground[1]}{title}{shape}</g>"
-    runs = list(_runs(line.y, log=log))
-    parts = []
-    if curve.kind != "points":
-        look = f'fill="none" stroke="{stroke.colour}" stroke-dasharray="{stroke.dash}"'
-        look += ' stroke-opacity=".35"' if curve.kind == "faint" else ' stroke-width="2"'
-        for run in runs:
-            points = " ".join(f"{at_x(curve.x[n]):.1f},{at_y(line.y[n]):.1f}" for n in _thinned(run, line.y))
-            parts.append(f'<polyline points="{points}" {look}/>')
-    drawn = [n for run in runs for n in run]
-    if curve.kind == "points" or (curve.kind == "line" and len(drawn) <= MOST_MARKERS):
-        places = [(at_x(curve.x[n]), at_y(line.y[n])) for n in drawn]
-        parts.append(_markers(stroke, places, open_=curve.kind == "points"))
-    return "".join(parts)
-
-
-def _band(line: _Line, run: Sequence[int], at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
-    """Between two gaps."""
-    kept = [n for n in _thinned(run, line.y) if math.isfinite(line.base[n])]
-    tops = [f"{at_x(line.curve.x[n]):.1f},{at_y(line.y[n]):.1f}" for n in kept]
-    under = [f"{at_x(line.curve.x[n]):.1f},{at_y(line.base[n]):.1f}" for n in reversed(kept)]
-    return f'<polygon points="{" ".join([*tops, *under])}" fill="{line.curve.stroke.colour}" fill-opacity=".18"/>'
-
-
-def _runs(y: Sequence[float], *, log: bool) -> Iterator[list[int]]:
-    """Numbers of the points between the gaps."""
-    run: list[int] = []
-    for n, value in enumerate(y):
-        if math.isfinite(value) and (value > 0 or not log):
-            run.append(n)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
-def _thinned(run: Sequence[int], y: Sequence[float]) -> list[int]:
-    """Of many points the lowest and the highest of each stretch: what the eye sees of them."""
-    if len(run) <= MOST_POINTS:
-        return list(run)
-    each = -(-2 * len(run) // MOST_POINTS)
-    kept = {run[0], run[-1]}
-    for start in range(0, len(run), each):
-        stretch = run[start : start + each]
-        kept |= {min(stretch, key=y.__getitem__), max(stretch, key=y.__getitem__)}
-    return sorted(kept)
-
-
-def _markers(stroke: Stroke, places: Sequence[tuple[float, float]], *, open_: bool, size: float = 2.6) -> str:
-    fill = "none" if open_ else stroke.colour
-    drawn = "".join(
-        f'<path d="{MARKERS[stroke.marker]}" transform="translate({x:.1f},{y:.1f}) scale({size})"/>' for x, y in places
-    )
-    look = f'fill="{fill}" stroke="{stroke.colour}" stroke-width="{1 / size:.2f}"'
-    return f"<g {look}>{drawn}</g>" if drawn else ""
-
-
-def _ground(colour: str, hatch: str) -> tuple[str, str]:
-    """What an area is filled with, and the definition that this needs."""
-    if not hatch:
-        return colour, ""
-    name = f"wb-{ID}-{crc32(f'{colour}{hatch}'.encode()):08x}"
-    inner = f'<rect width="6" height="6" fill="{colour}" fill-opacity=".3"/>'
-    inner += f'<path d="{HATCHES[hatch]}" stroke="{colour}" stroke-width="1.4" fill="none"/>'
-    return f"url(#{name})", f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{inner}</pattern>'
-
-
-def _shown(curves: Iterable[Curve]) -> list[Curve]:
+def _named(curves: Iterable[Curve]) -> list[Curve]:
     """The curves that a key names."""
     return [curve for curve in curves if curve.kind not in ("faint", "band")]
 
 
-def _key(curves: Iterable[Curve], width: float) -> tuple[str, float]:
-    """An entry for each look, and the height of all; nothing where all look the same."""
-    looks = {(c.name, c.kind, c.stroke, c.hatch): c for c in _shown(curves)}
-    if len(looks) < 2:
-        return "", 0.0
-    parts, x, y = [], 0.0, 0.0
-    for curve in looks.values():
-        needed = 42 + CHARACTER * len(curve.name)
-        if x and x + needed > width:
-            x, y = 0.0, y + KEY_LINE
-        stroke = curve.stroke
-        if curve.kind == "area":
-            fill, definition = _ground(stroke.colour, curve.hatch)
-            place = f'x="{x:g}" y="{y + 2:g}" width="22" height="11"'
-            parts.append(f'{definition}<rect {place} fill="{fill}" stroke="{stroke.colour}"/>')
-        else:
-            if curve.kind == "line":
-                dash = f'stroke-width="2" stroke-dasharray="{stroke.dash}"'
-                parts.append(f'<path d="M{x:g},{y + 8:g} h22" stroke="{stroke.colour}" {dash}/>')
-            parts.append(_markers(stroke, [(x + 11, y + 8)], open_=curve.kind == "points", size=3))
-        parts.append(_text(x + 27, y + 12, curve.name))
-        x += needed
-    return "".join(parts), y + KEY_LINE + 8
+# --- as plotly's JSON -------------------------------------------------------------------------------------------------
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", extra: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="currentColor" {extra}>{escape(text)}</text>'
+def figure(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Charts as one figure of plotly's JSON: subplots in columns, under one key where curves look different."""
+    columns = min(COLUMNS, max(1, len(charts)))
+    rows = -(-len(charts) // columns)
+    looks = dict.fromkeys(look for chart in charts for look in map(_look, _named(chart.curves)))
+    top = 8 + KEY_LINE * (1 + sum(8 + len(str(look[0])) for look in looks) // 110) if len(looks) > 1 else 8
+    layout: dict[str, Any] = {
+        "grid": {"rows": max(1, rows), "columns": columns, "pattern": "independent", "xgap": 0.16, "ygap": 0.38},
+        "height": top + 40 + HEIGHT * max(1, rows), "margin": {"l": 56, "r": 12, "t": top + 44, "b": 44},
+        "font": {"color": INK, "size": 11, "family": "system-ui, sans-serif"},
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "hovermode": "closest",
+        "legend": {"orientation": "h", "x": 0, "yref": "container", "y": 1, "yanchor": "top"},
+        "showlegend": len(looks) > 1, "annotations": [], "shapes": [],
+    }  # fmt: skip
+    data: list[dict[str, Any]] = []
+    new = dict(looks)
+    for n, chart in enumerate(charts, 1):
+        at = "" if n == 1 else str(n)
+        layout[f"xaxis{at}"], layout[f"yaxis{at}"] = _axes(chart)
+        _add_words(layout, chart, at)
+        for curve in chart.curves:
+            if len(curve.x):
+                is_new = curve.kind not in ("faint", "band") and new.pop(_look(curve), "") is None
+                data += _traces(curve, at, unit=chart.unit, named=is_new)
+    return {"data": data, "layout": layout}
 
 
-def _svg(inner: str, width: float, height: float, label: str) -> str:
-    inner = inner.replace(ID, picture_id(f"{label}{inner}"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-2 0 {width + 4:g} {height:g}" width="{width + 4:g}" '
-        f'height="{height:g}" role="img" aria-label="{label}" '
-        f'style="font:11px system-ui,sans-serif;max-width:100%;height:auto">{inner}</svg>'
-    )
+def _look(curve: Curve) -> tuple[Any, ...]:
+    return curve.name, curve.kind == "area", curve.stroke, curve.hatch
+
+
+def _axes(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
+    # uirevision: what a reader has zoomed to stays when points are added
+    common = {"gridcolor": GRID, "linecolor": INK, "zerolinecolor": GRID, "uirevision": chart.title}
+    xs = [x for curve in chart.curves for x in curve.x]
+    across = {**common, "title": {"text": escape(chart.x), "standoff": 4}, "nticks": 8}
+    if chart.ticks:
+        across |= {"tickvals": list(chart.ticks), "ticktext": [escape(words) for words in chart.ticks.values()]}
+    elif chart.x == "iteration" and xs and max(xs) - min(xs) < 9:  # whole numbers alone
+        across |= {"tick0": 0, "dtick": 1}
+    up = {**common, "type": "log" if chart.log else "linear", "title": {"text": escape(chart.y), "standoff": 4}}
+    if chart.unit == "bytes":
+        up |= {"tickformat": "~s", "ticksuffix": "B"} | ({} if chart.log else {"rangemode": "tozero"})
+    return across, up
+
+
+def _add_words(layout: dict[str, Any], chart: Chart, at: str) -> None:
+    """The title of a chart, its note, what is marked, and its limit."""
+    words = {"showarrow": False, "xref": f"x{at} domain", "x": 0, "xanchor": "left"}
+    over = {**words, "yref": f"y{at} domain", "y": 1, "yanchor": "bottom"}
+    small = {"size": 10}
+    layout["annotations"].append({**over, "text": f"<b>{escape(chart.title)}</b>", "yshift": 16 if chart.note else 4})
+    if chart.note:
+        layout["annotations"].append({**over, "text": escape(chart.note), "yshift": 2, "font": small})
+    if chart.at is not None:
+        ends = {"xref": f"x{at}", "x0": chart.at, "x1": chart.at, "yref": f"y{at} domain", "y0": 0, "y1": 1}
+        layout["shapes"].append({**ends, "type": "line", "line": {"color": INK, "width": 1, "dash": "dot"}})
+    if chart.limit is not None:
+        limit, text = chart.limit
+        ends = {"xref": f"x{at} domain", "x0": 0, "x1": 1, "yref": f"y{at}", "y0": limit, "y1": limit}
+        layout["shapes"].append({**ends, "type": "line", "line": {"color": INK, "width": 1, "dash": "dash"}})
+        y = math.log10(limit) if chart.log else limit
+        layout["annotations"].append(
+            {**words, "text": escape(text), "yref": f"y{at}", "y": y, "yanchor": "top", "font": small}
+        )
+
+
+def _traces(curve: Curve, at: str, *, unit: str, named: bool) -> list[dict[str, Any]]:
+    stroke = curve.stroke
+    kept = _kept(curve.y) if curve.kind in ("line", "faint") else range(len(curve.x))
+    trace: dict[str, Any] = {
+        "type": "scatter", "name": escape(curve.name), "x": [curve.x[n] for n in kept],
+        "y": _finite(curve.y[n] for n in kept), "xaxis": f"x{at}", "yaxis": f"y{at}", "showlegend": named,
+        "legendgroup": "/".join(map(str, _look(curve))), "meta": curve.source,
+        "hovertemplate": f"%{{x}}: %{{y:.4~{'s}B' if unit == 'bytes' else 'g}'}<extra>%{{fullData.name}}</extra>",
+    }  # fmt: skip
+    if curve.words:
+        trace["text"] = [escape(curve.words[n]) for n in kept]
+        trace["hovertemplate"] = trace["hovertemplate"].replace("<extra>", "<br>%{text}<extra>")
+    line = {"color": stroke.colour, "dash": stroke.dash, "width": 2}
+    marker = {"color": stroke.colour, "symbol": stroke.marker, "size": 6}
+    if curve.kind == "band":
+        edge = {**trace, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None}
+        filled = {"fill": "tonexty", "fillcolor": _shade(stroke.colour, 0.18)}
+        return [{**edge, "y": _finite(curve.low)}, {**edge, **filled}]
+    if curve.kind == "faint":
+        return [{**trace, "mode": "lines", "line": {**line, "dash": "solid", "width": 1}, "opacity": 0.4}]
+    if curve.kind == "intervals":
+        ends = zip(curve.y, curve.low, curve.high, strict=True)
+        below, above = zip(*((y - low, high - y) for y, low, high in ends), strict=True)
+        bars = {"type": "data", "symmetric": False, "arrayminus": _finite(below), "array": _finite(above)}
+        return [{**trace, "mode": "markers", "marker": {**marker, "size": 9}, "error_y": bars}]
+    if curve.kind == "points":
+        return [{**trace, "mode": "markers", "marker": {**marker, "symbol": f"{stroke.marker}-open", "size": 7}}]
+    if curve.kind == "area":
+        area: dict[str, Any] = {"mode": "lines" if len(curve.x) > 2 else "lines+markers", "stackgroup": f"areas{at}"}
+        area |= {"line": {"color": stroke.colour, "width": 1}, "fillcolor": _shade(stroke.colour, 0.3)}
+        if curve.hatch:
+            pattern = {"shape": curve.hatch, "fgcolor": stroke.colour, "fillmode": "overlay", "size": 6}
+            return [{**trace, **area, "fillpattern": pattern}]
+        return [{**trace, **area, "fillcolor": _shade(stroke.colour, 0.9)}]
+    mode = "lines" if len(kept) > MOST_MARKERS else "lines+markers"
+    return [{**trace, "mode": mode, "line": line, "marker": marker}]
+
+
+def _kept(y: Sequence[float]) -> Sequence[int]:
+    """Numbers of the points of a line that are drawn: of many the lowest and the highest of each stretch, which is what
+    the eye sees of them, and a gap in it."""
+    if len(y) <= MOST_POINTS:
+        return range(len(y))
+    each, kept = -(-2 * len(y) // MOST_POINTS), {0, len(y) - 1}
+    for start in range(0, len(y), each):
+        part = range(start, min(start + each, len(y)))
+        finite = [n for n in part if math.isfinite(y[n])]
+        kept |= {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)} if finite else set()
+        kept |= {next(n for n in part if not math.isfinite(y[n]))} if len(finite) < len(part) else set()
+    return sorted(kept)
+
+
+def _finite(values: Iterable[float]) -> list[float | None]:
+    """JSON has no NaN: a gap is null."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def escape(text: str) -> str:
+    """Text as plotly reads it, as html without quotes."""
+    return escape_html(text, quote=False)
+
+
+def _shade(colour: str, share: float) -> str:
+    return f"rgba({','.join(str(int(colour[n : n + 2], 16)) for n in (1, 3, 5))},{share})"

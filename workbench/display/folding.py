@@ -6,7 +6,6 @@ drawn       |####|####|//|####|
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,28 +58,18 @@ class Folding:
 NOTHING_FOLDED = Folding(np.empty(0), np.empty(0))
 
 
-def foldings(gaps: Gaps, windows: Sequence[tuple[float, float]]) -> list[Folding]:
-    """A folding for each window, of seconds from its start, with breaks of one width.
+def folding_of(gaps: Gaps, window: tuple[float, float]) -> Folding:
+    """The folding of a window, of seconds from its start.
 
     The longest stretches without a call are folded, until the others take at most `REST` of the time that is left.
     """
-    stretches = [gaps.uncalled(*window) for window in windows]
-    lengths = [end_s - start_s for start_s, end_s in stretches]
-    called_s = [end_s - start_s - length.sum() for (start_s, end_s), length in zip(windows, lengths, strict=True)]
-    folds = [_folded(length, other_s) for length, other_s in zip(lengths, called_s, strict=True)]
-    widest_s, most = max(called_s, default=0.0), max((int(fold.sum()) for fold in folds), default=0)
-    width_s = widest_s * min(BREAK, BREAKS / max(most, 1))
-    found = []
-    for (from_s, _), (start_s, end_s), fold in zip(windows, stretches, folds, strict=True):
-        fold &= end_s - start_s > 2 * width_s  # else a break would save nothing
-        found.append(Folding(start_s[fold] - from_s, end_s[fold] - from_s, width_s))
-    return found
-
-
-def _folded(length: NDArray[np.float64], other_s: float) -> NDArray[np.bool_]:
-    """Which stretches are folded, where the other time is so long."""
-    ordered = np.sort(length)
-    over = np.flatnonzero(np.cumsum(ordered) > REST * other_s)
-    if other_s <= 0 or not len(over):
-        return np.zeros(len(length), bool)
-    return length >= max(float(ordered[over[0]]), LEAST_S)
+    start_s, end_s = gaps.uncalled(*window)
+    length = end_s - start_s
+    ordered, called_s = np.sort(length), float(window[1] - window[0] - length.sum())
+    over = np.flatnonzero(np.cumsum(ordered) > REST * called_s)
+    if called_s <= 0 or not len(over):
+        return NOTHING_FOLDED
+    fold = length >= max(float(ordered[over[0]]), LEAST_S)
+    width_s = called_s * min(BREAK, BREAKS / max(int(fold.sum()), 1))
+    fold &= length > 2 * width_s  # else a break would save nothing
+    return Folding(start_s[fold] - window[0], end_s[fold] - window[0], width_s)

@@ -17,6 +17,7 @@ from typing import Any
 REMEMBERED = 1000  # pictures
 _LINE = "1px solid color-mix(in srgb, currentColor 20%, transparent)"
 _TABLE = "border-collapse:collapse;font-size:13px;background:transparent;color:inherit;margin:4px 0"
+_PLAIN = "font-size:12px;display:inline-table;margin:4px 16px 4px 0;vertical-align:top"
 _CELL = f"padding:2px 12px 2px 4px;border:0;border-bottom:{_LINE};background:transparent"
 _CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;padding:2px 4px"
 
@@ -67,7 +68,7 @@ def numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, captio
         for first, *others in rows
     )
     told = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<table style="font-size:12px">{told}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
+    return f'<table style="{_PLAIN}">{told}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
 
 
 def folded(title: str, html: str) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from workbench.display.device_spans import Row
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.display.idle import CAUSES, UNCALLED, Gaps, Life, within
-from workbench.display.span_table import SpanTable
-from workbench.display.timeline_shapes import percent
+from workbench.display.timeline_svg import percent
 
 GROUPED = ("role", "stage", "kind", "parent")
+ADDED = ("span_s", "processed_tokens", "moved_bytes")
 MOST_SHOWN = 64  # rows
 
 
@@ -87,42 +86,35 @@ class Sums:
 
 
 def sums_of(
-    spans: SpanTable, gaps: Gaps, lanes: Mapping[int, Life], start_s: float, range_s: tuple[float, float]
+    rows: Sequence[Row], gaps: Gaps, present: Mapping[int, Life], start_s: float, range_s: tuple[float, float]
 ) -> Sums:
-    """Sums of a range, unix times. lanes: by number, from when to when each is there. start_s: what `Sums.from_s`
-    counts from."""
-    columns, (from_s, to_s) = spans.columns, range_s
-    begins, ends = columns["start_s"], columns["end_s"]
-    whole = ends - begins
-    inside = np.minimum(ends, to_s) - np.maximum(begins, from_s)
-    moment = (whole <= 0) & (begins >= from_s) & (begins < to_s)
-    rows = np.flatnonzero(((inside > 0) | moment) & np.isin(columns["lane"], list(lanes)))
-    share = np.where(moment[rows], 1.0, inside[rows] / np.where(whole[rows] > 0, whole[rows], 1.0))
-    keys, group = np.unique(
-        np.stack([columns[name][rows] for name in GROUPED], axis=1), axis=0, return_inverse=True
-    )  # fmt: skip
-    group = group.ravel()
-
-    def added(values: Any) -> list[float]:
-        return np.bincount(group, values, len(keys)).tolist()
-
-    counts, seconds = added(np.ones(len(rows))), added(np.maximum(inside[rows], 0.0))
-    tokens, moved = (added(columns[name][rows] * share) for name in ("processed_tokens", "moved_bytes"))
-    stages = [
-        {**{name: spans.names[name].all[number] for name, number in zip(GROUPED, key, strict=True)},
-         "spans": int(count), "span_s": span_s, "processed_tokens": token, "moved_bytes": byte}
-        for key, count, span_s, token, byte in zip(keys.tolist(), counts, seconds, tokens, moved, strict=True)
-    ]  # fmt: skip
-    waits = gaps.seconds(len(spans.lanes), from_s, to_s)[list(lanes)].sum(axis=0).tolist()
-    there_s = [end_s - begin_s for begin_s, end_s in (within(life, from_s, to_s) for life in lanes.values())]
+    """Sums of a range, unix times. present: by lane, from when to when it is there. start_s: what `Sums.from_s` counts
+    from."""
+    from_s, to_s = range_s
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        whole_s = row["end_s"] - row["start_s"]
+        inside_s = max(min(row["end_s"], to_s) - max(row["start_s"], from_s), 0.0)
+        if not inside_s and not (whole_s <= 0 and from_s <= row["start_s"] < to_s):
+            continue
+        share, key = inside_s / whole_s if whole_s > 0 else 1.0, tuple(row[name] for name in GROUPED)
+        sums = found.setdefault(key, dict(zip(GROUPED, key, strict=True)) | dict.fromkeys(ADDED, 0.0) | {"spans": 0})
+        sums["spans"] += 1
+        sums["span_s"] += inside_s
+        for name in ADDED[1:]:
+            sums[name] += row.get(name, 0) * share
+    waits = (
+        gaps.seconds(max(present, default=-1) + 1, from_s, to_s)[list(present)].sum(axis=0).tolist() if present else []
+    )
+    there_s = [end_s - begin_s for begin_s, end_s in (within(life, from_s, to_s) for life in present.values())]
     return Sums(
         from_s=from_s - start_s,
         to_s=to_s - start_s,
         device_s=sum(there_s),
         devices=sum(length_s > 0 for length_s in there_s),
-        stages=_longest_first(stages),
+        stages=_longest_first(list(found.values())),
         idle=[
-            {"cause": cause.words, "idle_s": idle_s} for cause, idle_s in zip(CAUSES, waits, strict=True) if idle_s > 0
+            {"cause": cause.words, "idle_s": idle_s} for cause, idle_s in zip(CAUSES, waits, strict=False) if idle_s > 0
         ],
     )
 

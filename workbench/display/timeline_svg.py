@@ -1,131 +1,109 @@
-"""Draws spans and the gaps between them as SVG.
+"""Draws the bars of a timeline, and the gaps between them, as SVG.
 
-What is too narrow for a bar of its own is fused into one shape for each lane and role: 100,000 spans are a few hundred.
-
-A page can move the group `wb-tl-moves` sideways; what is around it stays.
+Places in the plot are shares of its width: a page zooms by making the group `wb-tl-moves` wider, and pans by moving it.
+What has no room (`data-room`, a share of the width) at a width is hidden: below `data-least` pixels.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from html import escape
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from workbench.display.folding import NOTHING_FOLDED, Folding
-from workbench.display.html import seconds_text
-from workbench.display.idle import CAUSES, Gaps
+from workbench.display.folding import Folding
+from workbench.display.html import bytes_text, seconds_text
+from workbench.display.idle import CAUSES, UNCALLED, Gaps, Lane
+from workbench.display.lanes import Bar
 from workbench.display.palette import RoleStyle, role_styles
-from workbench.display.span_table import QUEUE, TRANSFER, Row, SpanTable
-from workbench.display.timeline_axis import axis, breaks
-from workbench.display.timeline_shapes import (
-    AXIS,
-    BAR,
-    CHAR,
-    GAP,
-    HATCHES,
-    HEAD,
-    HIT,
-    LANE,
-    NARROW,
-    NARROW_GAP,
-    ON_ANY_GROUND,
-    QUEUE_LINE,
-    STRIP,
-    Patterns,
-    box,
-    cut,
-    fused,
-    hover_text,
-    percent,
-    shortened,
-    strokes,
-    text,
-)
 
+BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heights, pixels
+CHAR = 6.9  # mean width of a character; a little wide, so that the column of names is never too narrow
+LETTER, TICK_ROOM = 11, 55  # pixels that a letter takes, and a tick with its time
 QUEUE_LABEL = "in the queue"
-RIGHT = 84  # width of the column of idle shares
-MOST_GAPS = 300  # that can be pointed at in one picture
+ON_ANY_GROUND = "#777777"  # text of a picture that cannot know the page's theme: 4.5:1 on white, 4.2:1 on near black
+ID = "\0"  # placeholder of the picture's id; `text` lets no such character through
 
-
-@dataclass(frozen=True)
-class Section:
-    """Times that are drawn from the left edge on, unix times. lanes: by number, in the order in which they are drawn,
-    from when to when each is there. folding: of seconds from its start."""
-
-    title: str
-    start_s: float
-    end_s: float
-    lanes: Mapping[int, tuple[float, float]]
-    folding: Folding = NOTHING_FOLDED
-
-    @property
-    def drawn_s(self) -> float:
-        """What it is drawn as, seconds."""
-        return float(self.folding.drawn(self.end_s - self.start_s))
+# What is drawn in a tile of 6 x 6 pixels to mark a kind of work, or what a device waits for.
+HATCHES = {
+    "transfer": "M-1 5L1 7M0 0L6 6M5-1L7 1",
+    "generate": "M0 3H6",
+    "forward": "",
+    "backward": "M3 0V6",
+    "optimizer": "M2 3H4",
+    "communication": "M-1 1L1-1M0 6L6 0M5 7L7 5",
+    "weight_sync": "M0 0L6 6M0 6L6 0",
+    "offload": "M0 2H6M3 2V6",
+    "load": "M0 4H6M3 4V0",
+    "reward": "M1 3H5M3 1V5",
+}
+SHADES = {
+    "transfer_s": "M0 0L6 6M-1 5L1 7M5-1L7 1",
+    "slowest_rank_s": "M1.5 0V6M4.5 0V6",
+    "other_pool_s": "M0 6L6 0M-1 1L1-1M5 7L7 5",
+    "controller_s": "M2.5 3H3.5",
+    "uncalled_s": "",
+}
 
 
 class Drawing:
-    """Draws sections, one above the other.
+    """Draws the bars of a window, unix times.
 
-    times: see `timeline.times_of`, a row a lane of each section. width: pixels. most: how many bars are drawn one by
-    one, the longest of all; None: all that are wide enough. view: what is in sight, seconds from the left edge as they
-    are drawn, see `Folding`; default all. hits: numbers of spans that get a line above them.
+    numbers: of the lanes in `gaps`, in the order in which they are drawn. times: see `DeviceSpans.times`, a row a lane.
+    most: how many bars are drawn: those of stages, then the longest; of gaps half as many. zoom: up to how many times
+    as wide a page may make it; what has room only then is in the picture, hidden.
     """
 
     def __init__(
-        self, spans: SpanTable, sections: Sequence[Section], gaps: Gaps, times: Sequence[Row],
-        *, width: int, most: int | None = None, view: tuple[float, float] | None = None, hits: Sequence[int] = (),
+        self, bars: Sequence[Bar], numbers: Mapping[Lane, int], gaps: Gaps, times: Sequence[Mapping[str, Any]],
+        window: tuple[float, float], folding: Folding, *, width: int, most: int, zoom: float,
     ) -> None:  # fmt: skip
-        self.spans, self.sections, self.gaps, self.times = spans, sections, gaps, times
-        self.width, self.most, self.hits = width, most, hits
-        self.length_s = max([section.drawn_s for section in sections], default=0.0) or 1e-9
-        self.from_s, self.to_s = view or (0.0, self.length_s)
-        half_s = (self.to_s - self.from_s) / 2 if view else 0.0
-        self.drawn_from_s, self.drawn_to_s = max(self.from_s - half_s, 0.0), min(self.to_s + half_s, self.length_s)
-        names = [name for section in sections for lane in section.lanes for name in spans.lanes[lane]]
-        self.left = min(24 + CHAR * 1.1 * max((len(name) for name in names), default=0), width / 4)
-        self.plot = max(width - self.left - RIGHT, 1.0)
-        self.styles = role_styles(spans.names["role"].all)
-        self.pattern = Patterns()
-        self.fused = 0  # spans that have no bar of their own
-
-    # --- frame --------------------------------------------------------------------------------------------------------
+        self.start_s, self.end_s = window
+        self.numbers, self.gaps, self.times, self.folding, self.zoom = numbers, gaps, times, folding, zoom
+        self.span_count, self.width = len(bars), width
+        ranked = sorted(range(len(bars)), key=lambda n: (bars[n].level != 0, -bars[n].length_s))
+        self.bars = [bars[n] for n in sorted(ranked[:most])]
+        self.length_s = float(folding.drawn(self.end_s - self.start_s)) or 1e-9
+        self.gap_edges = self.share(gaps.start_s), self.share(gaps.end_s)
+        widths = np.where(np.isin(gaps.lane, list(numbers.values())), self.gap_edges[1] - self.gap_edges[0], 0.0)
+        longest = np.argsort(-widths, kind="stable")[: most // 2]
+        self.shown_gaps = longest[widths[longest] > 0]
+        names = [name for lane in numbers for name in lane]
+        self.left = math.ceil(min(24 + CHAR * max([len("idle 100 %"), *map(len, names)]), width / 4))
+        self.plot = max(width - self.left - 4, 1)
+        self.styles = role_styles(bar.row["role"] for bar in bars)
+        self.patterns: dict[tuple[str, str], str] = {}
 
     def svg(self) -> str:
-        legend, top = self._legend()
-        frame, moving, y, number = [legend], list[str](), float(top), 0
-        folded = any(len(section.folding.start_s) for section in self.sections)
-        for section, rows in zip(self.sections, self._rows, strict=True):
-            if len(self.sections) > 1:
-                frame.append(f'<text x="4" y="{y + 15}" font-weight="700">{text(section.title)}</text>')
+        frame, y = self._legend()
+        moving, pool, top = list[str](), None, y + HEAD
+        sublanes = dict.fromkeys(self.numbers, 1)
+        for bar in self.bars:
+            sublanes[bar.lane] = max(sublanes[bar.lane], 1 + bar.sublane)
+        for lane, times in zip(self.numbers, self.times, strict=True):
+            if lane[0] != pool:
+                pool = lane[0]
+                frame += (
+                    f'<text x="4" y="{y + 14}" font-weight="600">{text(f"pool {pool}" if pool else "no stage")}</text>'
+                )
                 y += HEAD
-            bars, pool, section_top = _Bars(self, section, rows), None, y + HEAD
-            for lane in section.lanes:
-                if self.spans.lanes[lane][0] != pool:
-                    pool = self.spans.lanes[lane][0]
-                    name = f"pool {pool}" if pool else "no stage"
-                    frame.append(f'<text x="4" y="{y + 14}" font-weight="600">{text(name)}</text>')
-                    y += HEAD
-                height: float = bars.height(lane)
-                frame.append(self._head(lane, self.times[number], y, height))
-                moving.append(f'<g data-lane="{lane}">{self._gaps(section, lane, y, height)}{bars.draw(lane, y)}</g>')
-                y, number = y + height + GAP, number + 1
-            moving.append(breaks(self, section, section_top, y))
-            if section is self.sections[-1] or folded:  # where each leaves out its own times, each has its own axis
-                moving.insert(0, axis(self, section, section_top if folded else top, y))
-                y += AXIS if section is not self.sections[-1] else 0
-        note = self._footnote()
-        whole = y + AXIS + (18 if note else 0)
-        plot = (
-            f'<svg class="wb-tl-plot" x="{self.left:.1f}" width="{self.plot:.1f}" height="{whole}" overflow="hidden">'
-            f'<g class="wb-tl-moves">{"".join(moving)}</g></svg>'
+            height = LANE * sublanes[lane]
+            frame += self._head(lane, times, y)
+            drawn = "".join(self._bar(bar, y + LANE * bar.sublane) for bar in self.bars if bar.lane == lane)
+            ground = f'<rect y="{y}" width="100%" height="{height}" opacity=".06"/>'
+            number = self.numbers[lane]
+            moving.append(f'<g data-lane="{number}">{ground}{self._gaps(number, y, height)}{drawn}</g>')
+            y += height + GAP
+        whole = y + AXIS + 18
+        inner = f"{self._axis(top, y)}{''.join(moving)}{self._breaks(top, y)}"
+        frame += (
+            f'<svg class="wb-tl-plot" x="{self.left}" width="{self.plot}" height="{whole}">'
+            f'<svg class="wb-tl-moves" width="100%" height="{whole}">{inner}</svg></svg>'
+            f'<text x="{self.left}" y="{y + 34}" font-size="11" opacity=".8">{self._footnote()}</text>'
         )
-        place = f'x="{self.width - 4}" y="{y + 34}" text-anchor="end" font-size="11" opacity=".8"'
-        frame.append(f"{plot}<text {place}>{note}</text>" if note else plot)
         attributes = {
             "xmlns": "http://www.w3.org/2000/svg",
             "color": ON_ANY_GROUND,
@@ -134,60 +112,57 @@ class Drawing:
             "viewBox": f"0 0 {self.width} {whole}",
             "style": "max-width:100%;height:auto",
             "role": "img",
-            "aria-label": f"Timeline of {len({lane for one in self.sections for lane in one.lanes})} devices over "
-            + seconds_text(max([one.end_s - one.start_s for one in self.sections], default=0.0)),
+            "aria-label": f"Timeline of {len(self.numbers)} devices over {seconds_text(self.end_s - self.start_s)}",
             "font-family": "system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
             "font-size": 12,
             "fill": "currentColor",
         }
         written = " ".join(f'{name}="{value}"' for name, value in attributes.items())
-        return f"<svg {written}><defs>{''.join(self.pattern.definitions.values())}</defs>{''.join(frame)}</svg>"
+        return f"<svg {written}><defs>{''.join(self.patterns.values())}</defs>{frame}</svg>"
 
-    def x(self, section: Section, time_s: Any) -> Any:
-        """Pixels from the left edge of the plot, of seconds from the start of a section."""
-        return (section.folding.drawn(time_s) - self.from_s) / (self.to_s - self.from_s) * self.plot
+    # --- places -------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _rows(self) -> list[NDArray[np.intp]]:
-        """The spans of each section, by number."""
-        start_s, end_s = self.spans.columns["start_s"], self.spans.columns["end_s"]
-        return [np.flatnonzero((end_s >= one.start_s) & (start_s <= one.end_s)) for one in self.sections]
+    def share(self, time_s: Any) -> Any:
+        """Where a unix time is drawn, as a share of the width, 0 to 1."""
+        return self.folding.drawn(np.clip(time_s, self.start_s, self.end_s) - self.start_s) / self.length_s
 
-    @property
-    def span_count(self) -> int:
-        return sum(map(len, self._rows))
+    def _place(self, left: float, right: float) -> str:
+        return f'x="{_percent(left)}" width="{_percent(right - left)}"'
 
-    def _head(self, lane: int, times: Row, y: float, height: float) -> str:
-        """The name and the idle share beside a lane, and its background."""
-        middle, right = y + (height - QUEUE_LINE) / 2 + 4, self.left + self.plot
-        called_s = times["window_s"] - times["uncalled_s"]
-        hover = (
-            ", ".join(f"{name} {seconds_text(times[f'{name}_s'])}" for name in ("busy", "transfer", "idle"))
-            + f", of which {seconds_text(times['queued_s'])} with a stage in the queue; "
-            + ", ".join(f"{cause.words} {seconds_text(times[cause.column])}" for cause in CAUSES)
+    def _room(self, share: float, least: float) -> str | None:
+        """Attributes of what needs so many pixels and has a share of the width; None where it never has room."""
+        if share * self.plot * self.zoom < least:
+            return None
+        hidden = ' style="display:none"' if share * self.plot < least else ""
+        return f' data-room="{share:.6g}" data-least="{least:g}"{hidden}' if self.zoom > 1 else hidden
+
+    def _inside(self, left: float, right: float, y: float, height: float, words: str) -> str:
+        """Words that are cut at the edges of what they are in; left out where there is no room for a letter."""
+        room = self._room(right - left, LETTER)
+        if room is None:
+            return ""
+        place = f'{self._place(left, right)} y="{y:g}" height="{height:g}"'
+        return f'<svg class="words" {place} pointer-events="none"{room}>{words}</svg>'
+
+    def pattern(self, kind: str, stroke: str) -> str:
+        """Reference to the hatch of a kind of work, or of a cause of idle time, in a colour."""
+        name = f"{ID}{kind}-{stroke.lstrip('#')}"
+        lines = HATCHES.get(kind) or SHADES.get(kind, "")
+        drawn = f'<path d="{lines}" stroke="{stroke}" stroke-width="1.3" fill="none"/>' if lines else ""
+        # the ground of a gap lets its lane through, and a kind without a hatch is all ground
+        opacity = 0.06 if kind in SHADES else 0.25 if HATCHES.get(kind) else 0.45
+        ground = f'<rect width="6" height="6" fill="{stroke}" fill-opacity="{opacity}"/>'
+        self.patterns[kind, stroke] = (
+            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{ground}{drawn}</pattern>'
         )
-        name = cut(self.spans.lanes[lane][1], int((self.left - 18) / CHAR))
-        return (
-            f'<text x="12" y="{middle:.1f}">{text(name)}</text>'
-            f'<rect x="{self.left:.1f}" y="{y:.1f}" width="{self.plot:.1f}" height="{height}" opacity=".06"/>'
-            f'<text x="{right + 8:.1f}" y="{middle:.1f}">idle {percent(times["idle_share"] * called_s, called_s)}'
-            f"<title>{text(hover)}</title></text>"
-        )
+        return f"url(#{name})"
 
-    def _footnote(self) -> str:
-        if not self.span_count:
-            return "no spans in this window"
-        some = f"{self.fused:,} span{'s are' if self.fused > 1 else ' is'} too short to draw one by one"
-        folded = [float(length_s) for one in self.sections for length_s in one.folding.end_s - one.folding.start_s]
-        places = f"{len(folded)} break{'s' if len(folded) > 1 else ''}"
-        left_out = f"the axis is folded: {places}, {seconds_text(sum(folded))} in which nothing was called"
-        return "; ".join([*([some] if self.fused else []), *([left_out] if folded else [])])
+    # --- frame --------------------------------------------------------------------------------------------------------
 
-    def _legend(self) -> tuple[str, float]:
-        columns, rows = self.spans.columns, np.concatenate([*self._rows, np.empty(0, int)]).astype(int)
-        roles = {self.spans.names["role"].all[n] for n in np.unique(columns["role"][rows])}
-        marked = rows[(columns["parent"][rows] != 0) | (columns["kind"][rows] == TRANSFER)]
-        kinds = {self.spans.names["kind"].all[n] for n in np.unique(columns["kind"][marked])}
+    def _legend(self) -> tuple[str, int]:
+        """What is in the picture, by colour, letter and hatch; and its height."""
+        roles = {bar.row["role"] for bar in self.bars}
+        kinds = {bar.row["kind"] for bar in self.bars if bar.row["parent"] or bar.row["kind"] == "transfer"}
         entries = [
             (role or "no role", f'fill="{style.colour}"', style.letter, style.ink)
             for role, style in self.styles.items()
@@ -198,16 +173,15 @@ class Drawing:
             for kind in HATCHES
             if kind in kinds
         ]
-        if (columns["kind"][rows] == QUEUE).any():
+        if any(bar.level == 3 for bar in self.bars):
             entries.append((QUEUE_LABEL, f'fill="{ON_ANY_GROUND}"', "", ""))
         for number, cause in enumerate(CAUSES):
-            if (self.gaps.cause == number).any():
+            if (self.gaps.cause[self.shown_gaps] == number).any():
                 fill = f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"'
                 entries.append((cause.words, fill, cause.letter, "currentColor"))
-        parts: list[str] = []
-        x, y = 4.0, 4.0
+        parts, x, y = list[str](), 4.0, 4
         for name, fill, letter, ink in entries:
-            needed = 22 + CHAR * 1.1 * len(name) + 14
+            needed = 22 + CHAR * len(name) + 14
             if x > 4 and x + needed > self.width:
                 x, y = 4.0, y + 20
             top, height = (y + 6, QUEUE_LINE) if name == QUEUE_LABEL else (y, 14)
@@ -219,145 +193,157 @@ class Drawing:
             x += needed
         return "".join(parts), y + 26
 
-    # --- gaps ---------------------------------------------------------------------------------------------------------
-
-    def drawn_s(self, section: Section) -> tuple[float, float]:
-        """Which times of a section are drawn."""
-        from_s, to_s = (section.folding.time(edge_s) for edge_s in (self.drawn_from_s, self.drawn_to_s))
-        return section.start_s + from_s, min(section.start_s + to_s, section.end_s)
-
-    def _gap_edges(self, section: Section) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Left and right edge of every gap; one that is not drawn has no width."""
-        drawn_s = self.drawn_s(section)
-        left, right = (
-            self.x(section, np.clip(time, *drawn_s) - section.start_s) for time in (self.gaps.start_s, self.gaps.end_s)
+    def _head(self, lane: Lane, times: Mapping[str, Any], y: float) -> str:
+        """The name of a lane, and the share of the time in which it was idle."""
+        told = ", ".join(f"{name} {seconds_text(times[f'{name}_s'])}" for name in ("busy", "transfer", "idle"))
+        told += f", of which {seconds_text(times['queued_s'])} with a stage in the queue; "
+        told += ", ".join(f"{cause.words} {seconds_text(times[cause.column])}" for cause in CAUSES)
+        most = int((self.left - 18) / CHAR)
+        name = lane[1] if len(lane[1]) <= most else f"{lane[1][: most - 1]}…"
+        idle = percent(times["idle_share"], 1.0)
+        return (
+            f'<text x="12" y="{y + 13}">{text(name)}</text>'
+            f'<text x="12" y="{y + 27}" font-size="11" opacity=".8">idle {idle}<title>{text(told)}</title></text>'
         )
-        return left, right
 
-    @cached_property
-    def _narrow_gap(self) -> float:
-        """Below which width a gap has no shape of its own."""
-        edges = map(self._gap_edges, self.sections)
-        widths = np.concatenate([np.empty(0), *(right - left for left, right in edges)])
-        return max(NARROW_GAP, np.partition(widths, -MOST_GAPS)[-MOST_GAPS] if len(widths) > MOST_GAPS else 0.0)
+    def _footnote(self) -> str:
+        if not self.span_count:
+            return "no spans in this window"
+        told = []
+        if (left_out := self.span_count - len(self.bars)) > 0:
+            told.append(f"the longest of {self.span_count:,} spans; {left_out:,} more are in lab.trace(), for Perfetto")
+        lengths_s = (self.folding.end_s - self.folding.start_s).tolist()
+        if lengths_s:
+            places = f"{len(lengths_s)} break{'s' if len(lengths_s) > 1 else ''}"
+            told.append(f"the axis is folded: {places}, {seconds_text(sum(lengths_s))} in which nothing was called")
+        return "; ".join(told)
 
-    def _gaps(self, section: Section, lane: int, y: float, height: float) -> str:
-        """The gaps of a lane: the widest can be pointed at, and have the letter of their cause, others are fused. Gaps
-        of less than a pixel are not drawn."""
-        left, right = self._gap_edges(section)
-        here = np.flatnonzero((self.gaps.lane == lane) & (right - left >= NARROW_GAP))
-        left, right, cause = left[here], right[here], self.gaps.cause[here]
-        narrow = right - left < self._narrow_gap
+    def _axis(self, top: float, bottom: float) -> str:
+        """Ticks at true times, seconds from the start. The step is 1 or 5 times a power of ten; each tick has room up
+        to the next one of its step, or to the next one of a larger step."""
+        step, parts = _step(self.length_s * TICK_ROOM / self.plot), list[str]()
+        taken, steps = [-math.inf, math.inf], [step]
+        while (step := _step(step / 5)) * self.plot * self.zoom >= TICK_ROOM * self.length_s:
+            steps.append(step)
+        for step in steps:
+            digits = max(0, -math.floor(math.log10(step) + 1e-9))
+            for from_s, to_s in self.folding.kept(0.0, self.end_s - self.start_s):
+                for n in range(math.ceil(from_s / step - 1e-9), int(to_s / step + 1e-9) + 1):
+                    x = float(self.share(self.start_s + n * step))
+                    at = bisect(taken, x)
+                    near = min(x - taken[at - 1], taken[at] - x)
+                    room = self._room(min(near, step / self.length_s), TICK_ROOM) if near > 1e-9 else None
+                    if room is None:
+                        continue
+                    taken.insert(at, x)
+                    anchor = "start" if x < 0.01 else "end" if x > 0.99 else "middle"
+                    parts.append(
+                        f'<g{room}><line x1="{_percent(x)}" x2="{_percent(x)}" y1="{top:g}" y2="{bottom:g}" '
+                        f'stroke="currentColor" stroke-opacity=".16"/><text x="{_percent(x)}" y="{bottom + 14:g}" '
+                        f'text-anchor="{anchor}">{n * step:,.{digits}f} s</text></g>'
+                    )
+        return "".join(parts)
+
+    def _breaks(self, top: float, bottom: float) -> str:
+        """What is folded: two dashed lines through all lanes, with its length above them."""
+        lefts, rights = (self.share(self.start_s + t).tolist() for t in (self.folding.start_s, self.folding.end_s))
+        lengths_s = (self.folding.end_s - self.folding.start_s).tolist()
+        middles, parts = [(a + b) / 2 for a, b in zip(lefts, rights, strict=True)], list[str]()
+        for n, (left, right, length_s) in enumerate(zip(lefts, rights, lengths_s, strict=True)):
+            lines = "".join(
+                f'<line x1="{_percent(x)}" x2="{_percent(x)}" y1="{top - 4:g}" y2="{bottom + 4:g}" '
+                'stroke="currentColor" stroke-dasharray="4 3"/>'
+                for x in (left, right)
+            )
+            told = f"{seconds_text(length_s)}, {CAUSES[UNCALLED].words}"
+            room = min((abs(other - middles[n]) for other in middles if other != middles[n]), default=1.0) * self.plot
+            label = next((one for one in (told, seconds_text(length_s)) if CHAR * len(one) < room), "")
+            half = CHAR * len(label) / 2 / self.plot
+            x, anchor = middles[n], "middle"
+            if x < half or x > 1 - half:
+                x, anchor = (left, "start") if x < half else (right, "end")
+            place = f'x="{_percent(x)}" y="{top - 8:g}" text-anchor="{anchor}"'
+            words = f"<text {place}>{text(label)}</text>" if label else ""
+            parts.append(f'<g class="break" pointer-events="none"><title>{text(told)}</title>{lines}{words}</g>')
+        return "".join(parts)
+
+    # --- gaps and bars ------------------------------------------------------------------------------------------------
+
+    def _gaps(self, lane: int, y: float, height: float) -> str:
+        """Those of the picture's longest gaps that are on a lane, with the letter of their cause."""
         parts = []
-        for number in np.unique(cause[narrow]).tolist():
-            fill = self.pattern(CAUSES[number].column, ON_ANY_GROUND)
-            mine = narrow & (cause == number)
-            path = strokes(*fused(left[mine], right[mine]), y, height)
-            parts.append(f'<path {path} stroke="{fill}" opacity=".6"/>')
-        for n in np.flatnonzero(~narrow).tolist():
-            what, gap = CAUSES[cause[n]], here[n]
-            start_s, end_s = float(self.gaps.start_s[gap]), float(self.gaps.end_s[gap])
-            where = f"on {' '.join(self.spans.lanes[lane])}, {seconds_text(end_s - start_s)}"
-            hover = f"idle: {what.words} ({what.letter})\n{where}\n{what.meaning}"
-            place = f'x="{left[n]:.1f}" y="{y:.0f}" width="{right[n] - left[n]:.1f}" height="{height:.0f}"'
-            told = f'data-gap="{start_s!r} {end_s!r} {cause[n]}"'
-            fill = f'fill="{self.pattern(what.column, ON_ANY_GROUND)}" opacity=".6"'
+        for n in self.shown_gaps[self.gaps.lane[self.shown_gaps] == lane].tolist():
+            cause, left, right = CAUSES[self.gaps.cause[n]], *(edges[n] for edges in self.gap_edges)
+            start_s, end_s = float(self.gaps.start_s[n]), float(self.gaps.end_s[n])
+            where = next(" ".join(one) for one, number in self.numbers.items() if number == lane)
+            hover = (
+                f"idle: {cause.words} ({cause.letter})\non {where}, {seconds_text(end_s - start_s)}\n{cause.meaning}"
+            )
+            told = f'data-gap="{start_s!r} {end_s!r} {self.gaps.cause[n]}"'
+            fill = f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"'
+            place = f'{self._place(left, right)} y="{y:g}" height="{height:g}"'
+            letter = f'<text x="50%" y="60%" text-anchor="middle" font-style="italic">{cause.letter}</text>'
             parts.append(f'<rect class="gap" {told} {place} {fill}><title>{text(hover)}</title></rect>')
-            inner = max(left[n], 0.0), min(right[n], self.plot)
-            if inner[1] - inner[0] >= 12:
-                place = (
-                    f'x="{sum(inner) / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-style="italic"'
-                )
-                parts.append(f'<text {place} pointer-events="none">{what.letter}</text>')
+            parts.append(self._inside(left, right, y, height, letter))
         return "".join(parts)
 
-
-class _Bars:
-    """The spans of one section, each with its level: 0 for a stage's bar, 1 and 2 for what lies inside, 3 for a line
-    under it that is its queue time."""
-
-    def __init__(self, drawing: Drawing, section: Section, rows: NDArray[np.intp]) -> None:
-        self.drawing, self.spans, self.section = drawing, drawing.spans, section
-        columns = self.spans.columns
-        self.sublanes = np.zeros(len(self.spans.lanes), int)
-        np.maximum.at(self.sublanes, columns["lane"][rows], columns["sublane"][rows])
-        drawn_s = drawing.drawn_s(section)
-        self.rows = rows = rows[(columns["end_s"][rows] >= drawn_s[0]) & (columns["start_s"][rows] <= drawn_s[1])]
-        self.lane, self.sublane = columns["lane"][rows], columns["sublane"][rows]
-        self.level = np.where(columns["kind"][rows] == QUEUE, 3, columns["depth"][rows])
-        start_s, end_s = (np.clip(columns[name][rows], *drawn_s) for name in ("start_s", "end_s"))
-        self.left, self.right = (drawing.x(section, times_s - section.start_s) for times_s in (start_s, end_s))
-        width = self.right - self.left
-        # a short stage has a bar too, so that it can be pointed at, unless there are very many
-        stage = (self.level == 0) & ((self.level == 0).sum() < drawing.plot)
-        self.narrow = (width < NARROW) & ~stage
-        if drawing.most is not None and (~self.narrow).sum() > drawing.most:
-            self.narrow |= width <= np.partition(width, -drawing.most - 1)[-drawing.most - 1]
-        drawing.fused += int(self.narrow.sum())
-
-    def height(self, lane: int) -> int:
-        return LANE * (1 + int(self.sublanes[lane]))
-
-    def draw(self, lane: int, y: float) -> str:
-        here = np.flatnonzero(self.lane == lane)
-        parts = []
-        # on top lie the deeper bars, and of several stages in the queue the one that runs next
-        for level in (3, 0, 1, 2):
-            mine = here[self.level[here] == level]
-            parts += self._fused(mine[self.narrow[mine]], level, y)
-            wide = mine[~self.narrow[mine]]
-            for n in (wide[np.argsort(-self.right[wide], kind="stable")] if level == 3 else wide).tolist():
-                parts.append(self._bar(n, y + LANE * int(self.sublane[n])))
-        hits = here[np.isin(self.rows[here], self.drawing.hits)] if len(self.drawing.hits) else here[:0]
-        for sublane in np.unique(self.sublane[hits]).tolist():
-            mine = hits[self.sublane[hits] == sublane]
-            path = strokes(*fused(self.left[mine], self.right[mine]), y + LANE * sublane - 3, HIT)
-            parts.append(f'<path class="hit" {path} stroke="currentColor"/>')
-        return "".join(parts)
-
-    def _fused(self, which: NDArray[np.intp], level: int, y: float) -> list[str]:
-        """Spans of one level as a shape for each role and sub-lane."""
-        columns, parts = self.spans.columns, []
-        looks = [self.sublane[which], columns["role"][self.rows[which]], columns["kind"][self.rows[which]] == TRANSFER]
-        for sublane, role, pulls in sorted(set(zip(*(look.tolist() for look in looks), strict=True))):
-            mine = which[(looks[0] == sublane) & (looks[1] == role) & (looks[2] == pulls)]
-            name = self.spans.names["role"].all[role]
-            style = self.drawing.styles[name]
-            top, height = box(level, y + LANE * sublane)
-            paint = f'stroke="{style.colour}"'
-            if level in (1, 2):
-                paint = f'stroke="{style.ink}" opacity=".5"'
-            elif level == 0 and pulls:
-                paint = f'stroke="{self.drawing.pattern("transfer", style.colour)}"'
-            hover = f"{len(mine):,} spans of {name or 'no role'}, too short to draw one by one: zoom in"
-            path = strokes(*fused(self.left[mine], self.right[mine]), top, height)
-            parts.append(f'<path class="fused" {path} {paint}><title>{text(hover)}</title></path>')
-        return parts
-
-    def _bar(self, n: int, y: float) -> str:
-        row, level = self.spans.row(int(self.rows[n])), int(self.level[n])
-        style, pattern = self.drawing.styles[row["role"]], self.drawing.pattern
-        left, right, label = self.left[n], self.right[n], ""
-        top, height = box(level, y)
-        attributes = f'fill="{style.colour}"'
-        if level in (1, 2):
-            attributes = f'fill="{pattern(row["kind"], style.ink)}"'
+    def _bar(self, bar: Bar, y: float) -> str:
+        row, style = bar.row, self.styles[bar.row["role"]]
+        left, right = (float(self.share(row[name])) for name in ("start_s", "end_s"))
+        height = (BAR, STRIP, STRIP - 4, QUEUE_LINE)[bar.level]
+        top = y + 3 + BAR if bar.level == 3 else y + 2 + BAR - height
+        fill, label = f'fill="{style.colour}"', ""
+        if bar.level in (1, 2):
+            fill = f'fill="{self.pattern(row["kind"], style.ink)}"'
         elif row["kind"] == "transfer":
-            attributes = f'fill="{pattern("transfer", style.colour)}"'
-        elif level == 0:
-            attributes += ' rx="2" stroke="currentColor" stroke-opacity=".35" stroke-width=".5"'
-            label = self._label(row["stage"], style, max(left, 0.0), min(right, self.drawing.plot), top)
-        place = f'x="{left:.2f}" y="{top:.1f}" width="{max(right - left, 1):.2f}" height="{height:g}"'
-        told = f'data-n="{self.rows[n]}" data-level="{level}"'
-        hover = text(hover_text(row, self.section.start_s))
-        return f'<rect class="span" {told} {place} {attributes}><title>{hover}</title></rect>{label}'
+            fill = f'fill="{self.pattern("transfer", style.colour)}"'
+        elif bar.level == 0:
+            fill += ' rx="2" stroke="currentColor" stroke-opacity=".35" stroke-width=".5"'
+            label = self._inside(left, right, top, BAR, _label(row["stage"], style))
+        told = f'data-n="{row.get("number", 0)}" data-level="{bar.level}"'
+        place = f'{self._place(left, right)} y="{top:g}" height="{height}"'
+        hover = text(hover_text(row, self.start_s))
+        return f'<rect class="span" {told} {place} {fill}><title>{hover}</title></rect>{label}'
 
-    def _label(self, stage: str, style: RoleStyle, left: float, right: float, top: float) -> str:
-        width = right - left
-        if width < 11:
-            return ""
-        name = shortened(stage, int((width - 8) / CHAR) - 2)
-        told = f'<tspan font-weight="700">{text(style.letter)}</tspan> {text(name)}'.strip()
-        place = f'x="{left + 4:.1f}"' if name else f'x="{left + width / 2:.1f}" text-anchor="middle"'
-        y = top + (BAR - STRIP) / 2 + 4
-        return f'<text {place} y="{y:.1f}" font-size="11" fill="{style.ink}" pointer-events="none">{told}</text>'
+
+def _label(stage: str, style: RoleStyle) -> str:
+    letter = f'<tspan font-weight="700">{text(style.letter)}</tspan>'
+    return (
+        f'<text x="2px" y="12" font-size="11" fill="{style.ink}">{letter} {text(stage.removeprefix("compute_"))}</text>'
+    )
+
+
+def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
+    """What the tooltip of a span says. zero_s: unix time from which its times count."""
+    duration_s, tokens = row["end_s"] - row["start_s"], row.get("processed_tokens", 0)
+    lines = [
+        f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),
+        f"{row['role']} rank {row['rank']} on {row.get('device', '')}, run {row['run']}".lstrip(),
+        f"{seconds_text(duration_s)} (from {row['start_s'] - zero_s:.3f} s to {row['end_s'] - zero_s:.3f} s)",
+    ]
+    if row.get("moved_bytes"):
+        lines.append(f"{bytes_text(row['moved_bytes'])} moved")
+    if tokens:
+        lines.append(f"{tokens:,} tokens" + (f" ({tokens / duration_s:,.0f} tokens/s)" if duration_s else ""))
+    if row.get("peak_memory_bytes"):
+        lines.append(f"{bytes_text(row['peak_memory_bytes'])} peak memory")
+    return "\n".join([*lines, *filter(None, [row.get("note", "")])])
+
+
+def percent(part_s: float, window_s: float) -> str:
+    return f"{part_s / window_s:.0%}".replace("%", " %") if window_s > 0 else "0 %"
+
+
+def text(text: str) -> str:
+    """Escaped, and without the control characters that XML does not allow."""
+    return escape("".join(character for character in text if character.isprintable() or character == "\n"))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.7g}%"
+
+
+def _step(least: float) -> float:
+    """The smallest of 1, 5 x 10^k that is at least `least`: each is a whole number of the smaller ones."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 5, 10) if factor * power >= least * (1 - 1e-9))

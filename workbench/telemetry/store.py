@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
 from workbench.telemetry.memory import MemoryReading
-from workbench.telemetry.run_index import RunIndex
 from workbench.telemetry.sinks import Sinks
-from workbench.telemetry.span_lines import SpanLines
 from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.syncs import Sync, judged
 from workbench.telemetry.transfer_sums import TransferSums
@@ -66,7 +64,6 @@ class TelemetryStore:
         self.aside = False
         self.sinks = Sinks()
         self.transfer_sums = TransferSums(self.follow("transfers"))
-        self._spans_by_run = RunIndex(self._path("spans"))
         self._lock = threading.RLock()  # a warning may be shown by code that writes an event
         self._waiting: dict[str, bytes] = {}  # by file, whole lines that could not be written yet
         self._dropped, self._warned = 0, False
@@ -131,12 +128,9 @@ class TelemetryStore:
     def spans(self, run: int | None = None) -> pandas.DataFrame:
         """One row a span, by start: `SPAN_COLUMNS`. Child spans lie inside their parents: sum `parent == ""` only.
 
-        run: only those of one stage call; the others are not read again.
+        run: only those of one stage call; the lines of others are not parsed.
         """
-        if run is None:
-            return _timed_frame(self._read("spans"), SPAN_COLUMNS)
-        rows = [row for row in map(_row, self._spans_by_run.lines(run)) if row is not None]
-        return _timed_frame(rows, SPAN_COLUMNS)
+        return _timed_frame(self._read("spans", b"" if run is None else b'"run":%d,' % run), SPAN_COLUMNS)
 
     def transfers(self) -> pandas.DataFrame:
         """One row a transfer, by start: `TRANSFER_COLUMNS`."""
@@ -268,13 +262,15 @@ class TelemetryStore:
                 stacklevel=2,
             )
 
-    def _read(self, name: str) -> list[dict[str, Any]]:
+    def _read(self, name: str, having: bytes = b"") -> list[dict[str, Any]]:
+        """The rows of a file, and those that wait. having: only of lines that hold this."""
         with self._lock:
             waiting = self._waiting.get(name, b"")
             try:
-                return _rows(files.read_bytes(self._path(name), limit=None) + b"\n" * bool(waiting) + waiting)
+                text = files.read_bytes(self._path(name), limit=None) + b"\n" * bool(waiting) + waiting
             except FileNotFoundError:
-                return _rows(waiting)
+                text = waiting
+        return _rows(b"\n".join(line for line in text.splitlines() if having in line) if having else text)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -301,22 +297,14 @@ class Follower:
 
     def new(self) -> list[dict[str, Any]]:
         """The rows that were added, as they are stored; a line that is still being written comes when it is whole."""
-        return _rows(self._new_lines())
-
-    def new_spans(self) -> SpanLines:
-        """The same of a file of spans, several times as fast."""
-        text = self._new_lines()
-        return SpanLines.of_text(text) or SpanLines.of_rows(_rows(text))
-
-    def _new_lines(self) -> bytes:
         if not self.grown:
-            return b""
+            return []
         with files.opened(self._path, limit=None) as file:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return whole
+        return _rows(whole)
 
 
 def _rows(text: bytes) -> list[dict[str, Any]]:
