@@ -388,11 +388,11 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
 
 
 def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.support.calls.process.SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("workbench.support.calls.process.SEND_TIMEOUT_S", 2.0)
 
     class Slow:
         def __reduce__(self) -> Any:
-            return exec, ("import time; time.sleep(1)",)
+            return exec, ("import time; time.sleep(2.5)",)
 
     slow = Slow()
 

@@ -45,7 +45,7 @@ def path_of(value: object, what: str) -> Path:
             if error.errno != errno.ENAMETOOLONG:  # whether it is there, and can be read, is found when it is opened
                 return path
             rule = "a name has at most 255 bytes, and a path 4095"
-    raise BadInput(f"{what}={shown(value, 80)}", rule, f"give {what} another path")
+    raise BadInput(f"{what}={shown(value, 80)}", rule, "give another path")
 
 
 def real_path(value: object, what: str) -> Path:
