@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Call, str]] = {
     "a model that is a number": (lambda lab, tmp: opened(tmp, models={"actor": 5}), r"models\['actor'\]=5"),
     "a model with a null": (lambda lab, tmp: opened(tmp, models={"actor": "a\0b"}), "a model's path='a.*null"),
     "a model whose name is too long": (lambda lab, tmp: opened(tmp, models={"actor": "x" * 300}), "at most 255 bytes"),
-    "a model whose path is too long": (lambda lab, tmp: opened(tmp, models={"actor": tmp / ("x" * 300)}), "most 255 bytes"),
+    "a model whose path is too long": (lambda lab, tmp: opened(tmp, models={"actor": tmp / ("x" * 300)}), "255 bytes"),
     "a configuration whose path is too long": (lambda lab, tmp: read_config("/x" * 3000), "a path 4095|a path 4096"),
     "a model of an unknown type": (
         lambda lab, tmp: opened(tmp, models={"actor": with_config(tmp, model_type="nobody")}), "model type `nobody`",
