@@ -88,7 +88,7 @@ def _put_back(
     head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
     hosts.lost = {pool: why for pool, why in hosts.lost.items() if why != RECOVERY}  # their processes are there
     # without a checkpoint all start again: a living role has learned from what the others no longer have
-    all_anew = restoring is None or head_was_gone
+    all_anew = restoring is None or head_was_gone or hosts.outdated
     lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)
     _restart(runner, lost, note)
     runner.failures.forget()
