@@ -520,10 +520,7 @@ class Workbench:
         gone, in whose place another one is started. Raises `BadInput`, with nothing touched, where the checkpoint does
         not fit.
         """
-        checkpoint = recover(self.runner, self.position, self.prompts, path)
-        if self.hosts.outdated:  # the hosts have the edit now
-            self._reloader.reload()
-        return checkpoint
+        return recover(self.runner, self.position, self.prompts, path, self._reloader.reload)
 
     # --- code ---------------------------------------------------------------------------------------------------------
 
@@ -536,8 +533,8 @@ class Workbench:
         critic=MyCritic)` another worker class: its `__init__` is not called again.
 
         Functions and classes stay the objects that they are, and get the new code. Imports and new variables are taken
-        too. An edit of any other line of a module is a `ReloadError`: `lab.save(path)`, then `lab.recover()`, restarts the
-        hosts with it. Operations that are new can be called, `lab.reuse()` and branches know that the code is another.
+        too. An edit of any other line of a module is a `ReloadError`; `lab.save(path)`, then `lab.recover()` restarts
+        the hosts with it. New operations can be called, `lab.reuse()` and branches know that the code is another.
 
         Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
         `BadInput` that names file and line, code that raises while it is loaded, in whichever process, a

@@ -74,7 +74,7 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     assert lab.critic.told() == before
     assert rewards(lab) == [1.0] * 4
 
-    only = 'import os\ndef only(_):\n    if os.environ.get("RANK") == "1":\n        raise OSError("only here")\n    return _\n'
+    only = 'import os\ndef only(f):\n  if os.environ.get("RANK") == "1":\n    raise OSError("only here")\n  return f\n'
     decorated = texts["rewards"].replace("return 1.0", "return 5.0").replace("@wb", "@only\n@wb")
     files.path("rewards").write_text(only + decorated)
     said = (
@@ -115,7 +115,7 @@ def test_lines_that_only_new_processes_run_take_effect_when_the_hosts_are_restar
     lab.save(tmp_path / "saved")
     lab.recover()
     assert "pool shared started again" in (printed := capsys.readouterr().out)
-    assert "and this kernel has not: " in printed
+    assert "this kernel has not run, and a new one does: " in printed
     assert lab.critic.told() == [(0, bound, 4.0) for _, bound, _ in before]
     assert not lab.reload()
     again = lab.critic.compute_values(lab.put(stored()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,19 @@ ANSWER_S = 20.0  # a host whose process runs and that says nothing for so long c
 
 
 def recover(
-    runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path | None
+    runner: StageRunner,
+    position: Position,
+    prompts: PromptStream,
+    path: str | Path | None,
+    reload: Callable[[], object],
 ) -> Checkpoint | None:
-    """`lab.recover(path)`."""
+    """`lab.recover(path)`. reload: `lab.reload`, for this kernel where the hosts were restarted with edited code."""
     left = "some roles may be as after the checkpoint, and others not", "the same call again brings all of them to it"
     with stoppable("lab.recover()", left):
-        return _recover(runner, position, prompts, path)
+        checkpoint = _recover(runner, position, prompts, path)
+    if runner.hosts.outdated:
+        reload()
+    return checkpoint
 
 
 def _recover(

@@ -82,7 +82,7 @@ class ReloadReport:
         if not self:
             return "<Reload: nothing has changed>"
         failed = sum(bool(patched.error) for patched in self.processes.values())
-        what = f"failed in {failed} of" if failed else f"{_few(self.changed, 50)} in"
+        what = f"failed in {failed} of" if failed else f"{_few(self.changed)} in"
         return f"<Reload: {what} {len(self.processes)} process(es)>"
 
     def _repr_html_(self) -> str:
@@ -116,6 +116,7 @@ class Reloader:
         description = replace(was, models=was.models | models, opened=was.opened or was.digest)
         texts = self._edited()
         check_syntax(texts)
+        self._hosts.outdated = False  # an edit that was refused may have been taken back
         if models:
             check(description)
         if not texts and not models:
@@ -129,7 +130,7 @@ class Reloader:
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
         for line in report.processes["kernel"].not_run:
-            print(f"the hosts have run, and this kernel has not: {line}")
+            print(f"this kernel has not run, and a new one does: {line}")
         return report
 
     def autoreload(self, on: bool = True) -> None:
@@ -142,9 +143,8 @@ class Reloader:
     def take_edits(self) -> None:
         """See `Workbench.take_edits`."""
         runner = self._runner
-        belonging_together = runner.overlap.on or runner.snapshots.open or runner.batches.looping
-        if self._watched is None or belonging_together:
-            return
+        if self._watched is None or runner.overlap.on or runner.snapshots.open or runner.batches.looping:
+            return  # what belongs together runs the same code
         loaded.note()
         if not (loaded.stale() or self._redefined() or self._watched != _stamps(self._watched)):
             return
@@ -155,7 +155,7 @@ class Reloader:
             raise
         self._watched = self._files_of_hosts()
         if report:
-            print(f"reloaded {_few(report.changed, 80)} in {len(report.processes)} process(es)")
+            print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
@@ -194,7 +194,8 @@ class Reloader:
         for role, field, part in self._notebook_code():
             now = notebook.get(getattr(part, "__qualname__", ""), part)
             now = now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
-            if code_behind(now) != self._shipped.get((role, field), code_behind(now)):
+            code = code_behind(now)
+            if code != self._shipped.get((role, field), code):
                 found[role] = found.get(role, self._hosts.description.models[role]).changed(**{field: now})
         return found
 
@@ -210,8 +211,7 @@ class Reloader:
             if isinstance(given, type):
                 found[role] = model.changed(worker=given)
             elif not callable(given):
-                rule = "a role takes a function (reward, cost), or a worker class"
-                raise BadInput(where, rule, "lab.reload(reward=rule)")
+                raise BadInput(where, "a role takes a function (reward, cost), or a worker class")
             elif model.function is None:
                 raise BadInput(
                     where, f"the {role} is a model, {model}, and has no function to replace",
@@ -233,22 +233,22 @@ class Reloader:
             except Exception as error:
                 rule = "what hosts are to run has to pickle"
                 raise BadInput(f"reload({', '.join(models)}): {said(error)}", rule) from error
-        kernel, done = Patch(), dict[str, Patched]()
+        kernel, done, asked = Patch(), dict[str, Patched](), list[HostInfo]()
         try:
             if not inline:  # lines that it does not run are no error: hosts that began after the edit have run them
                 done["kernel"] = kernel.apply(texts, {}, {}, strict=False)
             if inline or not done["kernel"].error:
+                asked = hosts
                 answers = self._everywhere("reloading", "patch", texts, kinds)
                 done |= zip(["kernel"] if inline else [info.name for info in hosts], answers, strict=True)
             self._require_done(ReloadReport(done, hosts))
         except BaseException:
             kernel.undo()
-            self._go_back(hosts)
+            self._go_back(asked)
             raise
         with uninterrupted():
             kernel.keep()
             self._everywhere("keeping the new code", "settle_patch", True)
-        self._hosts.outdated = False
         return ReloadReport(done, hosts)
 
     @uninterrupted()
@@ -297,8 +297,6 @@ def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
     return {path: stamp_of(path) for path in paths if os.path.exists(path)}
 
 
-def _few(names: Sequence[str], characters: int) -> str:
+def _few(names: Sequence[str]) -> str:
     """Names, the first of them where they are many."""
-    shown = ", ".join(names[:3])
-    text = shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-    return text if len(text) <= characters else f"{names[0]:.{characters - 12}} and {len(names) - 1} more"
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"

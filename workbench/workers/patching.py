@@ -144,7 +144,7 @@ class Patch:
             self._not_run.append(f"{source.path}, line {s.lineno}: {without}{plain_text(ast.unparse(s), 80)}")
         if strict and self._not_run:
             return
-        running = [s for s in new if s in again or s in variables or isinstance(s, IMPORTS)]
+        running: list[ast.stmt] = [s for s in new if s in again or s in variables or isinstance(s, IMPORTS)]
         for statement in running:
             if isinstance(statement, ast.ClassDef):
                 statement.decorator_list.append(ast.copy_location(ast.Name(KEEP, ast.Load()), statement))
@@ -201,7 +201,7 @@ class Patch:
         """The class that a class statement of a module gives: the one that was there, with the new members, so that
         decorators, subclasses and instances that come after it in the module are of that one at once."""
         was = before.get(now.__name__)
-        ours = _is_patchable(was) and was.__module__ == now.__module__  # type: ignore[union-attr]
+        ours = _is_patchable(was) and was.__module__ == now.__module__
         if not (ours and _is_patchable(now) and type(now) is type(was) and self._class(was, now)):
             return now
         for cell in gc.get_referrers(now):  # what `super()` and `__class__` in the new methods mean
