@@ -79,11 +79,11 @@ from workbench.support.checked_calls import checks_calls
 from workbench.support.files import path_of
 from workbench.support.named_fields import meant
 from workbench.support.notebook_cell import notebook_path
+from workbench.support.sources import loaded
 from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt, Rule
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import TransferKind
 from workbench.telemetry.store import TelemetryStore
-from workbench.workers.reload.sources import loaded
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
@@ -516,28 +516,28 @@ class Workbench:
 
         path: another checkpoint than the newest of `lab.save`, `lab.autosave` and the one that it was resumed from.
         Only pools that are no longer whole get new processes, and lose the batches that they kept. All do without a
-        checkpoint, and when this user's Ray head was gone, in whose place another one is started. Raises `BadInput`,
-        with nothing touched, where the checkpoint does not fit.
+        checkpoint, after an edit of code that only new processes take (see `reload`), and when this user's Ray head was
+        gone, in whose place another one is started. Raises `BadInput`, with nothing touched, where the checkpoint does
+        not fit.
         """
-        return recover(self.runner, self.position, self.prompts, path)
+        return recover(self.runner, self.position, self.prompts, path, self._reloader.reload)
 
     # --- code ---------------------------------------------------------------------------------------------------------
 
     def reload(self, **roles: Any) -> ReloadReport:
         """Have edited code take effect on the living workers: weights, optimizers and batches stay.
 
-        Every module whose file has changed since this kernel or a host loaded it, installed packages excepted, this
-        package where it is installed in place: workers, algorithms, losses, reward functions. Functions and classes of
-        the notebook that a role was opened with count as well, where their cell was run again. `lab.reload(
-        reward=new_rule)` gives a role another function, `lab.reload(critic=MyCritic)` another worker class: its
-        `__init__` is not called again.
+        Functions and classes of every module of yours whose file has changed since this kernel or a host loaded it:
+        workers, losses, reward functions. Functions and classes of the notebook that a role was opened with count as
+        well, where their cell was run again. `lab.reload(reward=new_rule)` gives a role another function, `lab.reload(
+        critic=MyCritic)` another worker class: its `__init__` is not called again.
 
-        Of an edited module the statements run that were edited, or use at once what they make; others do not, so that
-        its caches and registries stay. What classes and functions were imported as elsewhere gets the new code too.
-        Operations that are new can be called, `lab.reuse()` and branches know that the code is another.
+        Functions and classes stay the objects that they are, and get the new code. Imports and new variables are taken
+        too. An edit of any other line of a module is a `ReloadError`; `lab.save(path)`, then `lab.recover()` restarts
+        the hosts with it. New operations can be called, `lab.reuse()` and branches know that the code is another.
 
         Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
-        `BadInput` that names file and line, code that raises while it is imported, in whichever process, a
+        `BadInput` that names file and line, code that raises while it is loaded, in whichever process, a
         `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
         """
         return self._reloader.reload(**roles)

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
@@ -65,17 +67,18 @@ def test_an_update_goes_on_with_the_new_code_as_if_it_had_been_there(lab: Any, f
 def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     before = lab.critic.told()
     texts = {name: files.path(name).read_text() for name in ("maths", "rewards")}
-    files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
+    files.edit("maths", "return 0.01", "return 0.02")
     files.edit("rewards", "return 1.0", "return 1.0)")
     with expect_error(BadInput, value=r"two_rewards\.py, line 8: SyntaxError: unmatched '\)'"):
         lab.reload()
     assert lab.critic.told() == before
     assert rewards(lab) == [1.0] * 4
 
-    only = 'import os\nif os.environ.get("RANK") == "1":\n    raise OSError("only here")\n'
-    files.path("rewards").write_text(only + texts["rewards"].replace("return 1.0", "return 5.0"))
+    only = 'import os\ndef only(f):\n  if os.environ.get("RANK") == "1":\n    raise OSError("only here")\n  return f\n'
+    decorated = texts["rewards"].replace("return 1.0", "return 5.0").replace("@wb", "@only\n@wb")
+    files.path("rewards").write_text(only + decorated)
     said = (
-        r"did not load in shared-1: OSError: only here \(.*two_rewards\.py, line 3\)\. the old code goes on everywhere"
+        r"did not load in shared-1: OSError: only here \(.*two_rewards\.py, line 4\)\. the old code goes on everywhere"
     )
     with pytest.raises(ReloadError, match=said) as caught:
         lab.reload()
@@ -85,12 +88,39 @@ def test_all_ranks_or_none(lab: Any, files: Files) -> None:
     }  # fmt: skip
     assert set(report.df["changed"]) == {""}
     assert lab.critic.told() == before
-    assert (files.module("maths").SCALE, rewards(lab)) == (2.0, [1.0] * 4)
+    assert (files.module("maths").bound(), rewards(lab)) == (0.01, [1.0] * 4)
 
     files.write("rewards", texts["rewards"].replace("return 1.0", "return 5.0"))
     lab.reload()
-    assert lab.critic.told() == [(calls, bound, 4.0) for calls, bound, _ in before]
+    assert lab.critic.told() == [(calls, 0.02, scale) for calls, _, scale in before]
     assert rewards(lab) == [5.0] * 4
+
+
+@pytest.mark.slow
+def test_lines_that_only_new_processes_run_take_effect_when_the_hosts_are_restarted(
+    lab: Any, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = lab.put(stored())
+    valued = lab.critic.compute_values(batch)
+    values = valued.fetch(["values"])["values"].values
+    before = lab.critic.told()
+    files.edit("maths", "SCALE = 2.0", "SCALE = 4.0")
+    with expect_error(
+        ReloadError,
+        value=r"in shared-0, shared-1: only a new process runs .*two_maths\.py, line 2: SCALE = 4\.0",
+        remedy=r"take the edit back, or lab\.save\(path\) and restart the hosts: lab\.recover\(\)",
+    ):
+        lab.reload()
+    assert lab.critic.told() == before
+    lab.save(tmp_path / "saved")
+    lab.recover()
+    assert "pool shared started again" in (printed := capsys.readouterr().out)
+    assert "this kernel has not run, and a new one does: " in printed
+    assert lab.critic.told() == [(0, bound, 4.0) for _, bound, _ in before]
+    assert not lab.reload()
+    again = lab.critic.compute_values(lab.put(stored()))
+    assert again.columns["values"].made_with != valued.columns["values"].made_with
+    assert torch.equal(again.fetch(["values"])["values"].values, values)  # the weights that were saved
 
 
 @pytest.mark.slow
@@ -121,7 +151,7 @@ def test_a_cell_run_again_and_another_kernel(lab: Any, files: Files) -> None:
     assert rewards(lab) == [1.5] * 4
     exec(cell.format("2.5"), notebook)
     report = lab.reload()
-    assert report.df["roles"].to_dict() == {"kernel": "", "shared-0": "reward", "shared-1": "reward"}
+    assert list(report.df["roles"]) == ["", "reward", "reward"]
     assert rewards(lab) == [2.5] * 4
     del notebook["cell_score"]
 

@@ -158,7 +158,7 @@ def test_lesson_301(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lesson_302(tmp_path: Path) -> None:
     html = run("302_reload_and_debug.ipynb", tmp_path)
-    assert sum("Reload: lesson_reward.SHARE, lesson_reward.digits in 3" in text for text in html) == 1
+    assert sum("Reload: lesson_reward.share, lesson_reward.digits in 3" in text for text in html) == 1
     assert sum("Reload: failed in 1 of 3" in text and "ZeroDivisionError" in text for text in html) == 1
     assert any("response_length" in text for text in html)
 

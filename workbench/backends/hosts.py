@@ -26,6 +26,7 @@ class Hosts:
     operation that was given up which its hosts have not ended yet. shard_successors: for a host that has ended, the
     host that keeps its rows now. pools_ended: `HostInfo.again` of the last pool of each name that has ended. changing:
     held from reading the description to `become` with what was made of it, so that no other change in between is lost.
+    outdated: an edit of files was refused that only new processes take: `recover` starts all of them again.
     """
 
     backend: Backend
@@ -37,6 +38,7 @@ class Hosts:
         self.pending_cleanup: dict[str, list[tuple[str, Pending]]] = {}
         self.shard_successors: dict[str, str] = {}
         self.pools_ended: dict[str, int] = {}
+        self.outdated = False
         self.become(description)
 
     def become(self, description: Description) -> None:

@@ -24,8 +24,7 @@ from workbench.launch import overrides
 from workbench.session.checkpoint import find_checkpoint
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
-from workbench.support.fingerprint import fingerprint
-from workbench.support.notebook_code import code_behind
+from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.validation import PositiveInt, Rule
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@
     │   ├── StageInterrupted                the user stopped a call; the message says what was done
     │   ├── StageTimeout                    a stage took longer than its `timeout_s`
     │   └── UpstreamError                   a stage was not run because one that it needs failed or was cancelled
-    ├── ReloadError         (RuntimeError)  edited code failed while it was loaded; the old code goes on
+    ├── ReloadError         (RuntimeError)  living processes cannot take edited code; the old code goes on
     ├── CheckFailed         (RuntimeError)  a check of the live system failed
     └── HostDied            (RuntimeError)  a host process is gone
 
@@ -144,7 +144,8 @@ class UpstreamError(StageError):
 
 
 class ReloadError(WorkbenchError, RuntimeError):
-    """Edited code raised while a process loaded it; all go on with the old code. report: a `ReloadReport`."""
+    """Edited code that a process cannot take: it raised while it was loaded, or only a new process runs it. All go on
+    with the old code. report: a `ReloadReport`."""
 
     report: object = None
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from workbench.display.interrupts import uninterrupted
 from workbench.support.notebook_cell import failed_cells, failed_position, ipython_shell
+from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
-from workbench.workers.reload.sources import loaded
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,19 @@ ANSWER_S = 20.0  # a host whose process runs and that says nothing for so long c
 
 
 def recover(
-    runner: StageRunner, position: Position, prompts: PromptStream, path: str | Path | None
+    runner: StageRunner,
+    position: Position,
+    prompts: PromptStream,
+    path: str | Path | None,
+    reload: Callable[[], object],
 ) -> Checkpoint | None:
-    """`lab.recover(path)`."""
+    """`lab.recover(path)`. reload: `lab.reload`, for this kernel where the hosts were restarted with edited code."""
     left = "some roles may be as after the checkpoint, and others not", "the same call again brings all of them to it"
     with stoppable("lab.recover()", left):
-        return _recover(runner, position, prompts, path)
+        checkpoint = _recover(runner, position, prompts, path)
+    if runner.hosts.outdated:
+        reload()
+    return checkpoint
 
 
 def _recover(
@@ -88,7 +96,7 @@ def _put_back(
     head_was_gone = isinstance(hosts.backend, RayBackend) and hosts.backend.rejoin(note)
     hosts.lost = {pool: why for pool, why in hosts.lost.items() if why != RECOVERY}  # their processes are there
     # without a checkpoint all start again: a living role has learned from what the others no longer have
-    all_anew = restoring is None or head_was_gone
+    all_anew = restoring is None or head_was_gone or hosts.outdated
     lost = {info.pool for info in hosts.infos} if all_anew else hosts.lost_pools(ANSWER_S)
     _restart(runner, lost, note)
     runner.failures.forget()

@@ -1,4 +1,5 @@
-"""Edited code taken over by the kernel and by living hosts, with what they hold kept: by all of them, or by none.
+"""Edited functions and classes taken over by the kernel and by living hosts, with what they hold kept: by all of them,
+or by none.
 
 look for edits │ compile │ drain │ kernel │ every host │ keep everywhere │ operations, registry
                └ a syntax    └─── an error in here ───┘
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ from workbench.stages.groups import Groups
 from workbench.stages.runner import StageRunner
 from workbench.support import pickles
 from workbench.support.calls.pickling import name_of
+from workbench.support.fingerprint import code_behind, is_of_notebook
 from workbench.support.named_fields import meant
-from workbench.support.notebook_code import code_behind, is_of_notebook
-from workbench.workers.reload.patching import Patch, Patched, check_syntax
-from workbench.workers.reload.sources import SourceFile, Stamp, loaded, stamp_of
+from workbench.support.sources import SourceFile, Stamp, loaded, stamp_of
+from workbench.workers.patching import Patch, Patched, check_syntax
 from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
@@ -44,60 +45,50 @@ ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
-class Reloaded:
-    """One process of a `ReloadReport`. name: "kernel", or the host's."""
-
-    name: str
-    pool: str
-    rank: int | None
-    patched: Patched
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """As a row of a table."""
-        p = self.patched
-        texts = {"modules": p.modules, "changed": p.changed, "roles": p.roles}
-        where = {"process": self.name, "pool": self.pool, "rank": self.rank}
-        return {**where, **{k: ", ".join(v) for k, v in texts.items()}, "instances": p.instances, "error": p.error}
-
-
-@dataclass(frozen=True)
 class ReloadReport:
-    """What a reload did, a row a process: the modules that ran again, the functions, classes and variables that are
-    others now, the roles that got another function or worker class, how many living objects have a class that changed.
-    `report.df`; false where nothing had changed."""
+    """What a reload did, by process ("kernel", or the host's name): the modules that were edited, the functions and
+    classes that changed, the roles that got another function or worker class, the edited lines that only a new process
+    runs. `report.df`; false where nothing had changed."""
 
-    processes: tuple[Reloaded, ...]
+    processes: Mapping[str, Patched]
+    hosts: Sequence[HostInfo] = ()
 
     def __bool__(self) -> bool:
         return bool(self.processes)
+
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        where, rows = {info.name: {"pool": info.pool, "rank": info.rank} for info in self.hosts}, []
+        for name, patched in self.processes.items():
+            texts = {k: v if k == "error" else ", ".join(v) for k, v in vars(patched).items() if k != "traceback"}
+            rows.append({"process": name, **where.get(name, {"pool": "", "rank": None}), **texts})
+        return rows
 
     @property
     def df(self) -> pd.DataFrame:
         """One row a process, by its name."""
         import pandas as pd
 
-        columns = ["process", "pool", "rank", "modules", "changed", "roles", "instances", "error"]
-        frame = pd.DataFrame([process.row for process in self.processes], columns=columns).set_index("process")
-        return frame.astype({"rank": "Int64", "instances": "int64"})
+        columns = ["process", "pool", "rank", "modules", "changed", "roles", "not_run", "error"]
+        return pd.DataFrame(self._rows, columns=columns).set_index("process").astype({"rank": "Int64"})
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """What is otherwise now in any process, roles among it."""
-        found = (name for process in self.processes for name in (*process.patched.changed, *process.patched.roles))
+        """The functions and classes that changed in any process, and the roles."""
+        found = (name for patched in self.processes.values() for name in (*patched.changed, *patched.roles))
         return tuple(dict.fromkeys(found))
 
     def __repr__(self) -> str:
         if not self:
             return "<Reload: nothing has changed>"
-        failed = sum(bool(process.patched.error) for process in self.processes)
-        what = f"failed in {failed} of" if failed else f"{_few(self.changed, 50)} in"
+        failed = sum(bool(patched.error) for patched in self.processes.values())
+        what = f"failed in {failed} of" if failed else f"{_few(self.changed)} in"
         return f"<Reload: {what} {len(self.processes)} process(es)>"
 
     def _repr_html_(self) -> str:
         if not self:
             return "<div>Nothing has changed: every process runs what the files say.</div>"
-        return table([process.row for process in self.processes], caption=repr(self).strip("<>"))
+        return table(self._rows, caption=repr(self).strip("<>"))
 
 
 class Reloader:
@@ -111,8 +102,7 @@ class Reloader:
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
-        for part in [part for part in self._shipped if part[0] not in self._hosts.description.models]:
-            del self._shipped[part]
+        self._shipped = {p: code for p, code in self._shipped.items() if p[0] in self._hosts.description.models}
         self._note_notebook_code(())
 
     @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
@@ -120,19 +110,18 @@ class Reloader:
         """See `Workbench.reload`."""
         self._runner.require_alone("reload()", "stages that belong together run the same code")
         self._runner.scheduler.drain()
+        was = self._hosts.description
         models = self._redefined() | self._given(roles)
-        opened = (
-            self._hosts.description.opened or self._hosts.description.digest
-        )  # by the old code: what an open cell may still say
-        description = replace(self._hosts.description, models=self._hosts.description.models | models, opened=opened)
-        hosts = self._hosts.whole
-        texts = self._edited(hosts)
+        # the digest of the opening: what an open cell may still say
+        description = replace(was, models=was.models | models, opened=was.opened or was.digest)
+        texts = self._edited()
         check_syntax(texts)
+        self._hosts.outdated = False  # an edit that was refused may have been taken back
         if models:
             check(description)
         if not texts and not models:
-            return ReloadReport(())
-        report = self._patch(hosts, texts, models)
+            return ReloadReport({})
+        report = self._patch(texts, models)
         with self._hosts.changing:  # settings may have been assigned since it began
             self._hosts.become(description.retrained_as(self._hosts.description))
         for groups in {self._runner.groups, *self._groups_of_process()}:
@@ -140,6 +129,8 @@ class Reloader:
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
+        for line in report.processes["kernel"].not_run:
+            print(f"this kernel has not run, and a new one does: {line}")
         return report
 
     def autoreload(self, on: bool = True) -> None:
@@ -151,69 +142,61 @@ class Reloader:
 
     def take_edits(self) -> None:
         """See `Workbench.take_edits`."""
-        if self._watched is None or self._busy():
-            return
+        runner = self._runner
+        if self._watched is None or runner.overlap.on or runner.snapshots.open or runner.batches.looping:
+            return  # what belongs together runs the same code
         loaded.note()
         if not (loaded.stale() or self._redefined() or self._watched != _stamps(self._watched)):
             return
         try:
             report = self.reload()
-        except BadInput as error:
+        except (BadInput, ReloadError) as error:
             error.remedy = f"{error.remedy}; lab.autoreload(False) goes on with the old code".removeprefix("; ")
             raise
         self._watched = self._files_of_hosts()
         if report:
-            print(f"reloaded {_few(report.changed, 80)} in {len(report.processes)} process(es)")
-
-    def _busy(self) -> bool:
-        """Whether stages that belong together are being called."""
-        runner = self._runner
-        return runner.overlap.on or bool(runner.snapshots.open) or runner.batches.looping
+            print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
-    def _edited(self, hosts: Sequence[HostInfo]) -> dict[str, SourceFile]:
+    def _edited(self) -> dict[str, SourceFile]:
         """What the files of edited modules say, of this process's and of the hosts'; where these see other files, this
         process's count."""
         loaded.note()
         texts: dict[str, SourceFile] = {}
         if not self._hosts.inline:
-            for found in self._everywhere(hosts, "looking for edits", "stale_sources"):
+            for found in self._everywhere("looking for edits", "stale_sources"):
                 texts |= found
         mine = {name: source for name, source in loaded.texts.items() if name in texts}
         return {**texts, **mine, **loaded.stale()}
 
     def _files_of_hosts(self) -> dict[str, Stamp]:
-        if self._hosts.inline:
-            return {}
-        hosts = self._hosts.whole
         loaded.note()
-        mine = {source.path for source in loaded.texts.values()}
-        files = {path for found in self._everywhere(hosts, "listing files", "source_files") for path in found}
-        return _stamps(files - mine)
+        files = {path for found in self._everywhere("listing files", "source_files") for path in found}
+        return _stamps(files - {source.path for source in loaded.texts.values()})
+
+    def _notebook_code(self) -> Iterator[tuple[str, str, Any]]:
+        """Role, field of its model, and value, of each function and worker class that was defined in a cell."""
+        for role, model in self._hosts.description.models.items():
+            for field in ("function", "worker"):
+                if is_of_notebook(part := getattr(model, field)):
+                    yield role, field, part
 
     def _note_notebook_code(self, roles: Collection[str]) -> None:
         """Remember what code of the notebook the hosts were given for roles."""
-        for role, model in self._hosts.description.models.items():
-            for field in ("function", "worker"):
-                part = getattr(model, field)
-                if is_of_notebook(part) and (role in roles or (role, field) not in self._shipped):
-                    self._shipped[role, field] = code_behind(part)
+        for role, field, part in self._notebook_code():
+            if role in roles or (role, field) not in self._shipped:
+                self._shipped[role, field] = code_behind(part)
 
     def _redefined(self) -> dict[str, Model]:
         """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
         notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
-        for role, model in self._hosts.description.models.items():
-            fields = {}
-            for field in ("function", "worker"):
-                part = getattr(model, field)
-                if is_of_notebook(part) and (role, field) in self._shipped:
-                    now = notebook.get(getattr(part, "__qualname__", ""), part)
-                    now = now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
-                    if code_behind(now) != self._shipped[role, field]:
-                        fields[field] = now
-            if fields:
-                found[role] = model.changed(**fields)
+        for role, field, part in self._notebook_code():
+            now = notebook.get(getattr(part, "__qualname__", ""), part)
+            now = now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
+            code = code_behind(now)
+            if code != self._shipped.get((role, field), code):
+                found[role] = found.get(role, self._hosts.description.models[role]).changed(**{field: now})
         return found
 
     def _given(self, roles: Mapping[str, Any]) -> dict[str, Model]:
@@ -228,8 +211,7 @@ class Reloader:
             if isinstance(given, type):
                 found[role] = model.changed(worker=given)
             elif not callable(given):
-                rule = "a role takes a function (reward, cost), or a worker class"
-                raise BadInput(where, rule, "lab.reload(reward=rule)")
+                raise BadInput(where, "a role takes a function (reward, cost), or a worker class")
             elif model.function is None:
                 raise BadInput(
                     where, f"the {role} is a model, {model}, and has no function to replace",
@@ -242,37 +224,32 @@ class Reloader:
 
     # --- carrying it out ----------------------------------------------------------------------------------------------
 
-    def _patch(
-        self, hosts: Sequence[HostInfo], texts: Mapping[str, SourceFile], models: Mapping[str, Model]
-    ) -> ReloadReport:
-        inline = self._hosts.inline
+    def _patch(self, texts: Mapping[str, SourceFile], models: Mapping[str, Model]) -> ReloadReport:
+        hosts, inline = self._hosts.whole, self._hosts.inline
         kinds: Any = {role: (model, model.worker or ROLE_WORKERS[role]) for role, model in models.items()}
-        kernel, asked, done = Patch(), list[HostInfo](), list[Reloaded]()
         if not inline:
             try:  # read on the hosts once they have the texts, which may define what it refers to
                 kinds = pickles.dumps(kinds)
             except Exception as error:
                 rule = "what hosts are to run has to pickle"
                 raise BadInput(f"reload({', '.join(models)}): {said(error)}", rule) from error
+        kernel, done, asked = Patch(), dict[str, Patched](), list[HostInfo]()
         try:
-            done.append(Reloaded("kernel", "", None, kernel.apply(texts, {}, {})))
-            if not done[0].patched.error:
-                asked = list(hosts)
-                answers = self._everywhere(asked, "reloading", "patch", {} if inline else texts, kinds)
-                done += [Reloaded(i.name, i.pool, i.rank, a) for i, a in zip(asked, answers, strict=True)]
-            if inline and len(done) > 1:  # one process
-                host = done[1].patched
-                both = replace(done[0].patched, roles=host.roles, error=host.error, traceback=host.traceback)
-                done = [replace(done[0], patched=both)]
-            _require_done(ReloadReport(tuple(done)))
+            if not inline:  # lines that it does not run are no error: hosts that began after the edit have run them
+                done["kernel"] = kernel.apply(texts, {}, {}, strict=False)
+            if inline or not done["kernel"].error:
+                asked = hosts
+                answers = self._everywhere("reloading", "patch", texts, kinds)
+                done |= zip(["kernel"] if inline else [info.name for info in hosts], answers, strict=True)
+            self._require_done(ReloadReport(done, hosts))
         except BaseException:
             kernel.undo()
             self._go_back(asked)
             raise
         with uninterrupted():
             kernel.keep()
-            self._everywhere(hosts, "keeping the new code", "settle_patch", True)
-        return ReloadReport(tuple(done))
+            self._everywhere("keeping the new code", "settle_patch", True)
+        return ReloadReport(done, hosts)
 
     @uninterrupted()
     def _go_back(self, hosts: Sequence[HostInfo]) -> None:
@@ -283,10 +260,36 @@ class Reloader:
             if not pending.done():
                 self._hosts.clean_up_later(info.pool, "reloading", pending)
 
-    def _everywhere(self, hosts: Sequence[HostInfo], what: str, method: str, *args: Any) -> list[Any]:
+    def _require_done(self, report: ReloadReport) -> None:
+        """Raise `ReloadError` where a process could not take the edits."""
+        failed = {name: patched for name, patched in report.processes.items() if patched.error}
+        if not failed:
+            return
+        first = next(iter(failed.values()))
+        same = [name for name, patched in failed.items() if patched.error == first.error]
+        others = len(failed) - len(same)
+        rule = "the old code goes on everywhere" + (f"; {others} more failed otherwise" if others else "")
+        remedy = "mend it, and reload again"
+        if first.not_run:
+            rule = f"a living process takes functions, classes, imports and new variables; {rule}"
+            self._hosts.outdated = not self._hosts.inline
+            remedy = "take the edit back, or lab.save(path) and " + (
+                "open it again in a new kernel: wb.restore(path)"
+                if self._hosts.inline
+                else "restart the hosts: lab.recover()"
+            )
+        error = ReloadError(f"edited code did not load in {', '.join(same)}: {first.error}", rule, remedy)
+        put_back = {name: failed.get(name, Patched()) for name in report.processes}
+        error.report = replace(report, processes=put_back)
+        if first.traceback:
+            error.add_note(f"in {same[0]}:\n{first.traceback}")
+        raise error
+
+    def _everywhere(self, what: str, method: str, *args: Any) -> list[Any]:
         with Progress(what) as bar:
-            steps = [Step(what, info, self._hosts.backend.work(info.name, method, *args)) for info in hosts]
-            return settle(self._hosts.backend, steps, lambda text: bar.update(0, 0))
+            backend = self._hosts.backend
+            steps = [Step(what, info, backend.work(info.name, method, *args)) for info in self._hosts.whole]
+            return settle(backend, steps, lambda text: bar.update(0, 0))
 
 
 def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
@@ -294,27 +297,6 @@ def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
     return {path: stamp_of(path) for path in paths if os.path.exists(path)}
 
 
-def _few(names: Sequence[str], characters: int) -> str:
+def _few(names: Sequence[str]) -> str:
     """Names, the first of them where they are many."""
-    shown = ", ".join(names[:3])
-    text = shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-    return text if len(text) <= characters else f"{names[0]:.{characters - 12}} and {len(names) - 1} more"
-
-
-def _require_done(report: ReloadReport) -> None:
-    """Raise `ReloadError` where a process could not take the edits."""
-    failed = [process for process in report.processes if process.patched.error]
-    if not failed:
-        return
-    first = failed[0]
-    same = [process.name for process in failed if process.patched.error == first.patched.error]
-    others = len(failed) - len(same)
-    error = ReloadError(
-        f"edited code did not load in {', '.join(same)}: {first.patched.error}",
-        "the old code goes on everywhere" + (f"; {others} more failed otherwise" if others else ""),
-        "mend it, and reload again",
-    )
-    put_back = (p if p in failed else replace(p, patched=Patched()) for p in report.processes)
-    error.report = ReloadReport(tuple(put_back))
-    error.add_note(f"in {first.name}:\n{first.patched.traceback}")
-    raise error
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"

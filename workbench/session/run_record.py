@@ -21,9 +21,9 @@ from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
+from workbench.support.fingerprint import is_of_notebook
 from workbench.support.flat_settings import flat
 from workbench.support.notebook_cell import in_notebook
-from workbench.support.notebook_code import is_of_notebook
 
 if TYPE_CHECKING:
     from workbench.data.prompt_stream import PromptStream

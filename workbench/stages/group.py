@@ -19,8 +19,8 @@ from workbench.stages.live_training import Assign, LiveTraining
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
 from workbench.support.named_fields import meant
+from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
-from workbench.workers.reload.sources import loaded
 
 if TYPE_CHECKING:
     from workbench.stages.run import Run

@@ -1,7 +1,8 @@
 """One short text for a value, equal in every process for values of equal content.
 
 Functions and classes count by what they do (compiled code, constants, defaults, captured variables, members), not by
-address or by their place in a file; comments do not count. What a function calls by name is not followed.
+address or by their place in a file; comments do not count. What a function calls by name is not followed, but by
+`code_behind`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,52 @@ from typing import Any
 def fingerprint(value: Any) -> str:
     """64 hexadecimal digits. What pickle cannot keep (a lock, an open file) counts by its type."""
     return _Walk().of(value)
+
+
+def code_behind(value: Any) -> str:
+    """A short text for what a function or class of the notebook does, and for what of the notebook it uses by name:
+    functions, classes, numbers, texts and settings such as `wb.Training(...)`."""
+    used: dict[str, str] = {}
+    todo, seen = [value], set[int]()
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for function in _functions(part):
+            for name in _names(function.__code__):
+                other = function.__globals__.get(name)
+                if isinstance(other, types.FunctionType | type) and is_of_notebook(other):
+                    used[name] = fingerprint(other)
+                    todo.append(other)
+                elif isinstance(other, bool | int | float | str | bytes) or _is_frozen(other):
+                    used[name] = fingerprint(other)
+    return fingerprint((value, used))
+
+
+def _functions(part: Any) -> list[types.FunctionType]:
+    """A function, or the functions of a class."""
+    if not isinstance(part, type):
+        return [part] if isinstance(part, types.FunctionType) else []
+    members = (getattr(member, "__func__", getattr(member, "fget", member)) for member in vars(part).values())
+    return [member for member in members if isinstance(member, types.FunctionType)]
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is an object of a dataclass that cannot be changed, as settings are."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function's lines look up, those of functions in it among them."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def is_of_notebook(part: Any) -> bool:
+    """Whether a function or class was defined in a cell."""
+    return getattr(part, "__module__", None) == "__main__"
 
 
 class _Walk:

@@ -26,13 +26,13 @@ from workbench.placement import Layout
 from workbench.placement.room import Room
 from workbench.placement.state import Part
 from workbench.support.machine import available_bytes, own_gpu_bytes, return_freed_memory, total_bytes
+from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator
 from workbench.workers.hints import remedy_for, require_finite
 from workbench.workers.model_worker import set_random_state
+from workbench.workers.patching import Models, Patch, Patched
 from workbench.workers.process_groups import join_pool, open_store
-from workbench.workers.reload.patching import Models, Patch, Patched
-from workbench.workers.reload.sources import SourceFile, loaded
 from workbench.workers.role_files import RoleFiles, read_role, write_role
 from workbench.workers.role_state import RankState, Received, RoleMove, publish_state, take_state
 from workbench.workers.shards import Peers, Shards
@@ -358,7 +358,7 @@ class Host(Shards):
 
     def patch(self, texts: Mapping[str, SourceFile], models: bytes | Models) -> Patched:
         self._patch = Patch()
-        return self._patch.apply(texts, self.workers, models)
+        return self._patch.apply(texts, self.workers, models, strict=True)
 
     def settle_patch(self, keep: bool) -> None:
         """Keep the last patch, or undo it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, said, shown
-from workbench.support.editable import editable
+from workbench.support.sources import editable
 
 OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own
 _registering = threading.Lock()
@@ -86,9 +86,7 @@ def _editable_by_value() -> Iterator[Collection[ModuleType]]:
     with _registering:
         known = cloudpickle.list_registry_pickle_by_value()
         modules = [
-            module
-            for name, module in list(sys.modules.items())
-            if editable(name, module) and name.partition(".")[0] != "workbench" and module.__name__ == name
+            module for name, module in list(sys.modules.items()) if editable(name, module) and module.__name__ == name
         ]
         modules = [module for module in modules if module.__name__ not in known]
         for module in modules:
