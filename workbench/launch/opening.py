@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from workbench.backends import RayBackend, registry
+from workbench.backends import registry
+from workbench.backends.ray import RayBackend
 from workbench.backends.cluster import start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
 from workbench.backends.ray import end_hosts
