@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.support.command_line import Parser
+from workbench.launch.options import Parser
 from workbench.support.files import path_of
 
 

@@ -22,10 +22,10 @@ from workbench.controller import Workbench
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import DevicesTaken, NameTaken, WorkbenchError
-from workbench.launch import arguments, overrides
+from workbench.launch import arguments
 from workbench.launch.fit import check_memory, processes_of
 from workbench.launch.notes import say_at_opening
-from workbench.launch.overrides import overridable
+from workbench.launch.arguments import overridable
 from workbench.placement import Placement
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
@@ -266,8 +266,8 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
 
 def _workbench(description: Description, run_folder: Path) -> Workbench:
     lab = Workbench(description, run_folder)
-    if overrides.running is not None and description.record:
-        numbers = overrides.numbers_of(overrides.running.options)
+    if arguments.running is not None and description.record:
+        numbers = arguments.numbers_of(arguments.running.options)
         lab.history.script_options = {name: value for name, value in numbers.items() if value is not None}
     return lab
 
