@@ -12,7 +12,6 @@ from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
 from workbench.models.tiny import tiny_folder
 
-
 HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
 LLAMAS = ",".join(f"{role}=llama-7b" for role in ("actor", "critic", "reference", "reward"))
 

@@ -60,9 +60,7 @@ def parser() -> argparse.ArgumentParser:
     reshard.add_argument("--train", metavar="P-T-D", required=True, help="pipeline, tensor and data parallel sizes")
     reshard.add_argument("--generate", metavar="PG-TG", required=True, help="pipeline and tensor parallel sizes")
     reshard.add_argument("--strategy", default="hybridflow", help="hybridflow (default), v or full")
-    reshard.add_argument(
-        "--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder, or a config file; not loaded"
-    )
+    reshard.add_argument("--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder or config file")
     reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
     mapping = add("map", _map, "which placement is best on a cluster: a search over all of them, nothing is started")
     mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")
@@ -80,36 +78,38 @@ def parser() -> argparse.ArgumentParser:
     mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="an iteration; default: 1024")
     mapping.add_argument("--dtype", default="bfloat16", help="of products: bfloat16 (default) or float32")
     mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps an epoch; default: 8")
-    mapping.add_argument(
-        "--placement", choices=("auto", "colocate", "split", "standalone"), default="auto", help="default: auto, all"
-    )
+    mapping.add_argument("--placement", choices=("auto", "colocate", "split", "standalone"), default="auto",
+                         help="default: auto, all")  # fmt: skip
     mapping.add_argument(
         "--dependencies", action="store_true", help="count waiting for calls of the same stage as well"
     )
     mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
     mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
     evaluate = add("evaluate", _evaluate, "a checkpoint's policy on data: mean reward, pass@k, lengths")
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
+    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
+    trust = add(
+        "trust", _trust, "sign a checkpoint that was written by another user, or on another machine: its code may run",
+        answers=False,
+    )  # fmt: skip
+    for sub in (evaluate, serve, trust):
+        sub.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
     evaluate.add_argument(
         "data", metavar="DATA", nargs="*", help="names, files or hub ids; default: the prompts that it was trained on"
     )
     evaluate.add_argument("--n", metavar="N", type=int, help="the first N prompts of each; default: all")
     evaluate.add_argument("--samples", metavar="N", type=int, default=4, help="responses a prompt; default: 4")
-    evaluate.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
-    evaluate.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
-    evaluate.add_argument("--max-new-tokens", metavar="N", type=int, default=64, help="of a response; default: 64")
     evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
     evaluate.add_argument("--reward", metavar="VERIFIER", help="of wb.verifiers; default: the checkpoint's own")
     evaluate.add_argument("--threshold", type=float, default=1.0, help="the reward from which on it passes; default: 1")
-    evaluate.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     evaluate.add_argument("--output", metavar="FOLDER", help="where a run folder is kept; default: none is")
     evaluate.add_argument("--rows", metavar="FILE", help="write a row a response to this .jsonl file, too")
-    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
-    serve.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
-    serve.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
-    serve.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
-    serve.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="of an answer; default: 256")
-    serve.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
+    for sub, most in ((evaluate, 64), (serve, 256)):
+        sub.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
+        sub.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
+        sub.add_argument(
+            "--max-new-tokens", metavar="N", type=int, default=most, help=f"of a response; default: {most}"
+        )
+        sub.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")
     export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
@@ -117,31 +117,18 @@ def parser() -> argparse.ArgumentParser:
     order.add_argument("--as-written", dest="order", action="store_const", const="written", help="the page (default)")
     order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
     export.add_argument("--used", action="store_true", help="keep only what the results of the run depend on")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     export.add_argument(
-        "--parameters",
-        metavar="NAME",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="more assignments to make options of",
+        "--parameters", metavar="NAME", **several, default=[], help="more assignments to make options of"
     )
     export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
     export.add_argument(
         "--moves", choices=("opening", "steps"), default="opening", help="of placements; see docs/export.md"
     )
-    export.add_argument(
-        "--run", metavar="FOLDER", nargs="+", action="extend", help="run folders with the record; default: looked for"
-    )
+    export.add_argument("--run", metavar="FOLDER", **several, help="run folders with the record; default: looked for")
     export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")
-    export.add_argument(
-        "--set", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="for --check: values of parameters"
-    )
+    export.add_argument("--set", metavar="NAME=VALUE", **several, default=[], help="for --check: values of parameters")
     export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
-    trust = add(
-        "trust", _trust, "sign a checkpoint that was written by another user, or on another machine: its code may run",
-        answers=False,
-    )  # fmt: skip
-    trust.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
     back = add("notebook", _notebook, "make a notebook of an exported script", answers=False)
     back.add_argument("script", metavar="SCRIPT")
     back.add_argument("-o", "--output", metavar="NOTEBOOK", help="default: the script's name, .ipynb, in this folder")
@@ -160,11 +147,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     from workbench.launch.listing import ls
 
     rows = ls()
-    if arguments.json:
-        print(json.dumps(rows, indent=2, default=str))
-    else:
-        shown = [_short(row) for row in rows]
-        print(_table(shown) if shown else "no workbench lives on this machine")
+    text = _table([_short(row) for row in rows]) if rows else "no workbench lives on this machine"
+    print(json.dumps(rows, indent=2, default=str) if arguments.json else text)
     return 0
 
 
@@ -261,9 +245,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from workbench.support.files import SHARED, write_bytes
 
     rows = None if arguments.rows is None else path_of(arguments.rows, "--rows")
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
     found = evaluate_checkpoint(
-        arguments.checkpoint, arguments.data, n=arguments.n, samples=arguments.samples, sampling=sampling,
+        arguments.checkpoint, arguments.data, n=arguments.n, samples=arguments.samples, sampling=_sampling(arguments),
         seed=arguments.seed, reward=arguments.reward, threshold=arguments.threshold, backend=arguments.backend,
         runs=arguments.output,
     )  # fmt: skip
@@ -274,30 +257,25 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from workbench.launch.serving import serve_checkpoint
 
     def ready(endpoint: Any) -> None:
         address = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}
-        if arguments.json:
-            print(json.dumps(address), flush=True)
-        else:
-            print(
-                "\n".join(f"{name:<8} {value}" for name, value in address.items()),
-                "Ctrl-C ends it",
-                sep="\n",
-                flush=True,
-            )
+        lines = [*(f"{name:<8} {value}" for name, value in address.items()), "Ctrl-C ends it"]
+        print(json.dumps(address) if arguments.json else "\n".join(lines), flush=True)
 
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    serve_checkpoint(arguments.checkpoint, sampling=sampling, backend=arguments.backend, ready=ready)
+    serve_checkpoint(arguments.checkpoint, sampling=_sampling(arguments), backend=arguments.backend, ready=ready)
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from workbench.export import export_notebook
     from workbench.export.cells import read_notebook
-    from workbench.export.proof import prove, settings_of
 
     notebook = path_of(arguments.notebook, "NOTEBOOK")
     output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
@@ -305,7 +283,11 @@ def _export(arguments: argparse.Namespace) -> int:
         raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
     _keep_what_is_there(output, arguments.output)
     page = read_notebook(notebook)
-    given = settings_of(arguments.set)
+    given = {}
+    if arguments.check or arguments.set:
+        from workbench.export.proof import prove, settings_of  # pandas
+
+        given = settings_of(arguments.set)
     script = export_notebook(
         notebook, output, order=arguments.order or "written", used=arguments.used, parameters=arguments.parameters,
         loops=arguments.loops, moves=arguments.moves, runs=arguments.run,

@@ -41,7 +41,7 @@ def test_a_dense_config_has_the_weights_of_the_model_that_transformers_builds(tm
     for config in (
         LlamaConfig(**SHAPE, tie_word_embeddings=True, dtype="bfloat16"),
         LlamaConfig(**SHAPE, head_dim=16, attention_bias=True, mlp_bias=True),
-        Qwen2Config(**SHAPE, attention_bias=True),
+        Qwen2Config(**SHAPE | {"attention_bias": True}),
         Qwen2Config(**SHAPE, tie_word_embeddings=True),
         Qwen3Config(**SHAPE, head_dim=16, attention_bias=True),
     ):
@@ -51,8 +51,8 @@ def test_a_dense_config_has_the_weights_of_the_model_that_transformers_builds(tm
         heads: tuple[Literal["lm", "scalar"], ...] = ("lm", "scalar")
         for head in heads:
             assert model_weights(dense, head=head) == model_weights(config, head=head)
-    for config in (Phi3Config(**SHAPE, pad_token_id=0), LlamaConfig(**SHAPE, quantization_config={"bits": 4})):
-        file.write_text(config.to_json_string())
+    for other in (Phi3Config(**SHAPE, pad_token_id=0), LlamaConfig(**SHAPE | {"quantization_config": {"bits": 4}})):
+        file.write_text(other.to_json_string())
         assert not isinstance(read_plan_config(file), DenseConfig)
 
 

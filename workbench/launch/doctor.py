@@ -136,8 +136,8 @@ def examine(*, deep: bool = False) -> Report:
         engines = list(pool.map(imported if deep else looked_at, ENGINES))
         seen = None if probe is None else probe.result().stdout.splitlines()
     builds = _builds(gpus, cuda_of("torch"), _said_by_driver() if gpus else "")
-    checks = (*engines, _versions(), _compiler(), _devices(gpus, seen), *builds, *_machine(), _bundled_model(), _sandbox())
-    return Report(checks, deep)
+    checks = (*engines, _versions(), _compiler(), _devices(gpus, seen), *builds, *_machine())
+    return Report((*checks, _bundled_model(), _sandbox()), deep)
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
@@ -252,13 +252,12 @@ def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
-    dtype = f", {'bfloat16' if told else 'float32'} by default"
-    if not told and bf16_is_fast(()):
-        dtype += " (dtype='bfloat16' is fast here)"
-    elif told and not bf16_is_fast(gpus):
-        dtype += " (dtype='float32' is faster here)"
     memory_gib = psutil.virtual_memory().total / 2**30
-    found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
+    found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB, "
+    if told:
+        found += "bfloat16 by default" + ("" if bf16_is_fast(gpus) else " (dtype='float32' is faster here)")
+    else:
+        found += "float32 by default" + (" (dtype='bfloat16' is fast here)" if bf16_is_fast(()) else "")
     if seen is not None and len(seen) < len(gpus):
         found = f"{found}; the driver has {len(gpus)} GPU(s), torch finds {len(seen)}"
         return Check("devices", False, found, "see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`")

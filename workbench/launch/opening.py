@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backends import registry
-from workbench.backends.ray import RayBackend
 from workbench.backends.cluster import start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
-from workbench.backends.ray import end_hosts
+from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
@@ -23,9 +22,9 @@ from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments
+from workbench.launch.arguments import overridable
 from workbench.launch.fit import check_memory, processes_of
 from workbench.launch.notes import say_at_opening
-from workbench.launch.arguments import overridable
 from workbench.placement import Placement
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint

@@ -140,9 +140,9 @@ def options_of(main: Callable[..., Any]) -> dict[str, Option]:
         if hint in (list, tuple):  # of what the default has
             kinds: Any = Union[tuple(map(type, default)) or (str,)] if isinstance(default, hint) else str  # noqa: UP007
             hint = tuple[kinds, ...] if hint is tuple else list[kinds]
-        said = next((part for part in get_args(hint)[1:] if isinstance(part, str)), "") if get_origin(hint) is Annotated else ""
-        shown = "" if required else f"(default: {_shown(default)})"
-        found[name] = Option(flag, hint, " ".join(filter(None, (said, shown))), required=required)
+        said = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, str)][:1]
+        shown = [] if required else [f"(default: {_shown(default)})"]
+        found[name] = Option(flag, hint, " ".join(said + shown), required=required)
     return found
 
 

@@ -35,15 +35,15 @@ SIZES = tuple(_LLAMAS)
 
 def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedConfig | DenseConfig:
     """The config of a size preset, of a model by name or folder, or the one given. Raises `ModelUnavailable`."""
-    if hasattr(model, "get_text_config"):
-        return model
     if str(model) in _LLAMAS:
         hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(model)]
         return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
                            num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
-    if not isinstance(model, str | Path):
+    if isinstance(model, str | Path):
+        return read_plan_config(model)
+    if not hasattr(model, "get_text_config"):
         raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
-    return read_plan_config(model)
+    return model
 
 
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:

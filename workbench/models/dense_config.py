@@ -1,4 +1,4 @@
-"""The config of a dense decoder as plans need it: shapes alone, read without transformers, whose import takes seconds."""
+"""The config of a dense decoder as plans need it: shapes, read without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
