@@ -77,12 +77,13 @@ class DenseConfig:
 
 def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
     """As `loading.read_config`, which reads what is not plainly a dense decoder, and says what is wrong with it."""
+    file = config_file(name)
     with suppress(OSError, BadInput):
-        if dense := _dense(read_json(config_file(name), limit=2**20)):
+        if dense := _dense(read_json(file, limit=2**20)):
             return dense
     from workbench.models.loading import read_config
 
-    return read_config(name)
+    return read_config(file)
 
 
 def _dense(values: Any) -> DenseConfig | None:
@@ -93,4 +94,5 @@ def _dense(values: Any) -> DenseConfig | None:
         return None
     names = [field.name for field in fields(DenseConfig)]
     given = {name: values[name] for name in names if values.get(name) is not None}
-    return DenseConfig(**{"dtype": values.get("torch_dtype"), **given})
+    found = DenseConfig(**{"dtype": values.get("torch_dtype"), **given})
+    return None if found.hidden_size % found.num_attention_heads else found
