@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from tests.light import describe  # noqa: E402
-from workbench.backends import InlineBackend  # noqa: E402
+from workbench.backends.inline import InlineBackend  # noqa: E402
 from workbench.batches.columns import Ragged  # noqa: E402
 from workbench.batches.location import Location, ShardId  # noqa: E402
 from workbench.batches.references import Column  # noqa: E402

@@ -10,6 +10,23 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
+from workbench.models.tiny import tiny_folder
+
+HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
+LLAMAS = ",".join(f"{role}=llama-7b" for role in ("actor", "critic", "reference", "reward"))
+
+
+def test_what_computes_nothing_imports_no_engine(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    notebook = Path(__file__).parents[1] / "notebooks" / "101_ppo_by_hand.ipynb"
+    for words in (
+        ["ls"], ["doctor"], ["reshard", "--model", str(tiny_folder(TINY)), "--train", "1-2-1", "--generate", "1-1"],
+        ["map", "--models", LLAMAS, "--gpus", "8"], ["export", str(notebook), "-o", str(tmp_path / "script.py")],
+    ):  # fmt: skip
+        code = f"import sys; from workbench import cli; cli.main({words}); "
+        code += f"print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)"
+        with subtests.test(words=words[0]):
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert done.stderr.splitlines()[-1] == ""
 
 
 def test_trace_writes_what_happened_in_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +81,7 @@ def test_trace_of_what_is_no_run_says_what_one_is(tmp_path: Path, capsys: pytest
 
 
 def test_map_answers_with_the_keys_that_scripts_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    models = "actor=llama-7b,critic=llama-7b,reference=llama-7b,reward=llama-7b"
-    asked = ["map", "--algorithm", "ppo", "--models", models, "--gpus", "16", "--hardware", "a100-80g"]
+    asked = ["map", "--algorithm", "ppo", "--models", LLAMAS, "--gpus", "16", "--hardware", "a100-80g"]
     assert cli.main([*asked, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert set(answer) >= {"best", "alternatives", "placements_considered", "search_s", "exact"}

@@ -1,6 +1,7 @@
 """`wb`: thin commands over the public functions. Every command that answers a question takes `--json`.
 
-To add a command: a function that takes the parsed arguments and returns an exit code, and its lines in `parser`.
+To add a command: a function that takes the parsed arguments and returns an exit code, or None for 0, and its lines in
+`parser`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.support.command_line import Parser
+from workbench.launch.options import Parser
 from workbench.support.files import path_of
 
 
@@ -22,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the answer is no or the command failed, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        code: int = arguments.command(arguments)
+        code = arguments.command(arguments)
         sys.stdout.flush()
-        return code
+        return code or 0
     except WorkbenchError as error:
         print(f"wb: {error}", file=sys.stderr)
         return 130 if isinstance(error, StageInterrupted) else 1
@@ -60,87 +61,58 @@ def parser() -> argparse.ArgumentParser:
     reshard.add_argument("--train", metavar="P-T-D", required=True, help="pipeline, tensor and data parallel sizes")
     reshard.add_argument("--generate", metavar="PG-TG", required=True, help="pipeline and tensor parallel sizes")
     reshard.add_argument("--strategy", default="hybridflow", help="hybridflow (default), v or full")
-    reshard.add_argument(
-        "--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder, or a config file; not loaded"
-    )
+    reshard.add_argument("--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder or config file")
     reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
     mapping = add("map", _map, "which placement is best on a cluster: a search over all of them, nothing is started")
     mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")
-    mapping.add_argument(
-        "--models", metavar="ROLE=MODEL", required=True,
-        help="comma-separated; a size (llama-7b, 13b, 34b, 70b), a model's name, its folder or a config file",
-    )  # fmt: skip
+    models = "comma-separated; a size (llama-7b, 13b, 34b, 70b), a model's name, its folder or a config file"
+    mapping.add_argument("--models", metavar="ROLE=MODEL", required=True, help=models)
     mapping.add_argument("--gpus", metavar="N", type=int, required=True, help="devices of the cluster")
     mapping.add_argument("--hardware", default="a100-80g", help="a100-80g (default), h100, h200 or 'this machine'")
     mapping.add_argument("--prompt", metavar="TOKENS", type=int, default=1024, help="of a row; default: 1024")
     mapping.add_argument(
-        "--response", metavar="TOKENS", default="1024",
-        help="of a row, or a sample of lengths, comma-separated; default: 1024",
-    )  # fmt: skip
+        "--response", metavar="TOKENS", default="1024", help="or a comma-separated sample; default: 1024"
+    )
     mapping.add_argument("--batch", metavar="ROWS", type=int, default=1024, help="an iteration; default: 1024")
     mapping.add_argument("--dtype", default="bfloat16", help="of products: bfloat16 (default) or float32")
     mapping.add_argument("--updates", metavar="N", type=int, default=8, help="optimizer steps an epoch; default: 8")
-    mapping.add_argument(
-        "--placement", choices=("auto", "colocate", "split", "standalone"), default="auto", help="default: auto, all"
-    )
-    mapping.add_argument(
-        "--dependencies", action="store_true", help="count waiting for calls of the same stage as well"
-    )
+    placements = ("auto", "colocate", "split", "standalone")
+    mapping.add_argument("--placement", choices=placements, default="auto", help="default: auto, all")
+    mapping.add_argument("--dependencies", action="store_true", help="count waiting for calls of the same stage, too")
     mapping.add_argument("--granularity", metavar="N", type=int, help="devices that allocations are multiples of")
     mapping.add_argument("--top", metavar="N", type=int, default=5, help="plans that are shown; default: 5")
     evaluate = add("evaluate", _evaluate, "a checkpoint's policy on data: mean reward, pass@k, lengths")
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
-    evaluate.add_argument(
-        "data", metavar="DATA", nargs="*", help="names, files or hub ids; default: the prompts that it was trained on"
-    )
+    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
+    trust = add("trust", _trust, "sign a checkpoint of another user or machine: its code may run", answers=False)
+    for sub in (evaluate, serve, trust):
+        sub.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
+    evaluate.add_argument("data", metavar="DATA", nargs="*", help="names, files or hub ids; default: its own prompts")
     evaluate.add_argument("--n", metavar="N", type=int, help="the first N prompts of each; default: all")
     evaluate.add_argument("--samples", metavar="N", type=int, default=4, help="responses a prompt; default: 4")
-    evaluate.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
-    evaluate.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
-    evaluate.add_argument("--max-new-tokens", metavar="N", type=int, default=64, help="of a response; default: 64")
     evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
     evaluate.add_argument("--reward", metavar="VERIFIER", help="of wb.verifiers; default: the checkpoint's own")
     evaluate.add_argument("--threshold", type=float, default=1.0, help="the reward from which on it passes; default: 1")
-    evaluate.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     evaluate.add_argument("--output", metavar="FOLDER", help="where a run folder is kept; default: none is")
     evaluate.add_argument("--rows", metavar="FILE", help="write a row a response to this .jsonl file, too")
-    serve = add("serve", _serve, "a checkpoint's policy for any client of OpenAI's API, on the loopback, until Ctrl-C")
-    serve.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
-    serve.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
-    serve.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
-    serve.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="of an answer; default: 256")
-    serve.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
+    for sub, most in ((evaluate, 64), (serve, 256)):
+        sub.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0: greedy; default: 1")
+        sub.add_argument("--top-p", type=float, default=1.0, help="of sampling; default: 1")
+        sub.add_argument("--max-new-tokens", metavar="N", type=int, default=most, help=f"at most; default: {most}")
+        sub.add_argument("--backend", choices=("inline", "ray"), default="inline", help="default: inline")
     export = add("export", _export, "write a notebook as a script; --check proves that they agree")
     export.add_argument("notebook", metavar="NOTEBOOK")
     export.add_argument("-o", "--output", metavar="SCRIPT", help="default: the notebook's name, .py, in this folder")
     order = export.add_mutually_exclusive_group()
     order.add_argument("--as-written", dest="order", action="store_const", const="written", help="the page (default)")
     order.add_argument("--as-run", dest="order", action="store_const", const="run", help="as cells were run")
-    export.add_argument(
-        "--parameters",
-        metavar="NAME",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="more assignments to make options of",
-    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    export.add_argument("--parameters", metavar="NAME", **several, default=[], help="more names to make options of")
     export.add_argument("--loops", action="store_true", help="write repeated lines as a loop")
-    export.add_argument(
-        "--moves", choices=("opening", "steps"), default="opening", help="of placements; see docs/export.md"
-    )
-    export.add_argument(
-        "--run", metavar="FOLDER", nargs="+", action="extend", help="run folders with the record; default: looked for"
-    )
+    export.add_argument("--moves", choices=("opening", "steps"), default="opening", help="see docs/export.md")
+    export.add_argument("--run", metavar="FOLDER", **several, help="run folders with the record; default: looked for")
     export.add_argument("--check", action="store_true", help="run notebook and script, and compare every metric")
-    export.add_argument(
-        "--set", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="for --check: values of parameters"
-    )
+    export.add_argument("--set", metavar="NAME=VALUE", **several, default=[], help="for --check: values of parameters")
     export.add_argument("--backend", choices=("ray", "inline"), help="for --check: of both")
-    trust = add(
-        "trust", _trust, "sign a checkpoint that was written by another user, or on another machine: its code may run",
-        answers=False,
-    )  # fmt: skip
-    trust.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of a checkpoint, or a run folder")
     return top
 
 
@@ -152,16 +124,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _ls(arguments: argparse.Namespace) -> int:
+def _ls(arguments: argparse.Namespace) -> None:
     from workbench.launch.listing import ls
 
     rows = ls()
-    if arguments.json:
-        print(json.dumps(rows, indent=2, default=str))
-    else:
-        shown = [_short(row) for row in rows]
-        print(_table(shown) if shown else "no workbench lives on this machine")
-    return 0
+    text = _table([_short(row) for row in rows]) if rows else "no workbench lives on this machine"
+    print(json.dumps(rows, indent=2, default=str) if arguments.json else text)
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +147,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stop(arguments: argparse.Namespace) -> int:
+def _stop(arguments: argparse.Namespace) -> None:
     from workbench.backends import registry
     from workbench.launch import opening
 
@@ -188,10 +156,9 @@ def _stop(arguments: argparse.Namespace) -> int:
     name = arguments.name or registry.with_id(arguments.id).name
     opening.stop(name)
     print(f"stopped {name}")
-    return 0
 
 
-def _trace(arguments: argparse.Namespace) -> int:
+def _trace(arguments: argparse.Namespace) -> None:
     from workbench.backends import registry
     from workbench.telemetry.store import TelemetryStore
 
@@ -204,25 +171,23 @@ def _trace(arguments: argparse.Namespace) -> int:
             "give the name of a workbench that lives (`wb ls`), or the folder of a run: runs/NAME/DATE",
         )
     print(TelemetryStore(folder).chrome_trace(arguments.output))
-    return 0
 
 
-def _reshard(arguments: argparse.Namespace) -> int:
+def _reshard(arguments: argparse.Namespace) -> None:
     from workbench.resharding.report import report
 
     found = report(arguments.model, arguments.train, arguments.generate, arguments.strategy, arguments.dtype)
     if arguments.json:
         print(json.dumps(found))
-        return 0
+        return
     groups = found["groups"]
     print(f"model {found['model_bytes']:,} bytes, of which the ranks of a replica share out {found['sharded_bytes']:,}")
     print(f"generation tensor groups {groups['generation_tensor']}")
     print(f"micro data-parallel groups {groups['micro_data']}")
     print(_table([{key: f"{value:,}" for key, value in row.items()} for row in found["per_rank"]]))
-    return 0
 
 
-def _map(arguments: argparse.Namespace) -> int:
+def _map(arguments: argparse.Namespace) -> None:
     from workbench.mapping import Workload, search
 
     models: dict[str, str] = {}
@@ -239,7 +204,6 @@ def _map(arguments: argparse.Namespace) -> int:
                    placement=arguments.placement, granularity=arguments.granularity, top=arguments.top,
                    dependencies=arguments.dependencies)  # fmt: skip
     print(json.dumps(plans.to_dict(), indent=2) if arguments.json else plans)
-    return 0
 
 
 def _lengths(text: str) -> int | tuple[int, ...]:
@@ -252,14 +216,13 @@ def _lengths(text: str) -> int | tuple[int, ...]:
     return found if len(found) > 1 else found[0]
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
+def _evaluate(arguments: argparse.Namespace) -> None:
     from workbench.launch.evaluating import evaluate_checkpoint
     from workbench.support.files import SHARED, write_bytes
 
     rows = None if arguments.rows is None else path_of(arguments.rows, "--rows")
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
     found = evaluate_checkpoint(
-        arguments.checkpoint, arguments.data, n=arguments.n, samples=arguments.samples, sampling=sampling,
+        arguments.checkpoint, arguments.data, n=arguments.n, samples=arguments.samples, sampling=_sampling(arguments),
         seed=arguments.seed, reward=arguments.reward, threshold=arguments.threshold, backend=arguments.backend,
         runs=arguments.output,
     )  # fmt: skip
@@ -267,33 +230,26 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         write_bytes(rows, found.rows.to_json(orient="records", lines=True).encode(), mode=SHARED)
     answer = {"data": json.loads(found.to_json(orient="index")), "conditions": dict(found.conditions)}
     print(json.dumps(answer, indent=2, default=str) if arguments.json else found)
-    return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
+
+
+def _serve(arguments: argparse.Namespace) -> None:
     from workbench.launch.serving import serve_checkpoint
 
     def ready(endpoint: Any) -> None:
         address = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}
-        if arguments.json:
-            print(json.dumps(address), flush=True)
-        else:
-            print(
-                "\n".join(f"{name:<8} {value}" for name, value in address.items()),
-                "Ctrl-C ends it",
-                sep="\n",
-                flush=True,
-            )
+        lines = [*(f"{name:<8} {value}" for name, value in address.items()), "Ctrl-C ends it"]
+        print(json.dumps(address) if arguments.json else "\n".join(lines), flush=True)
 
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    serve_checkpoint(arguments.checkpoint, sampling=sampling, backend=arguments.backend, ready=ready)
-    return 0
+    serve_checkpoint(arguments.checkpoint, sampling=_sampling(arguments), backend=arguments.backend, ready=ready)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from workbench.export import export_notebook
     from workbench.export.cells import read_notebook
-    from workbench.export.proof import prove, settings_of
 
     notebook = path_of(arguments.notebook, "NOTEBOOK")
     output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
@@ -301,7 +257,11 @@ def _export(arguments: argparse.Namespace) -> int:
         raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
     _keep_what_is_there(output, arguments.output)
     page = read_notebook(notebook)
-    given = settings_of(arguments.set)
+    given = {}
+    if arguments.check or arguments.set:
+        from workbench.export.proof import prove, settings_of  # pandas
+
+        given = settings_of(arguments.set)
     script = export_notebook(
         notebook, output, order=arguments.order or "written", parameters=arguments.parameters,
         loops=arguments.loops, moves=arguments.moves, runs=arguments.run,
@@ -323,7 +283,7 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0 if proof.ok else 1
 
 
-def _trust(arguments: argparse.Namespace) -> int:
+def _trust(arguments: argparse.Namespace) -> None:
     from workbench.errors.plain_text import plain_text
     from workbench.session.checkpoint import find_checkpoint
 
@@ -331,7 +291,6 @@ def _trust(arguments: argparse.Namespace) -> int:
     print(plain_text(checkpoint.described(), 4000))
     checkpoint.trust()
     print("its files are those that its manifest names; it is trusted now: wb.restore runs the code that it holds")
-    return 0
 
 
 def _keep_what_is_there(output: Path, named: str | None) -> None:

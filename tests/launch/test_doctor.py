@@ -15,7 +15,6 @@ from workbench.launch import doctor
 from workbench.support.gpus import Gpu
 
 QUICK_S = 3.0  # of a process's own time, whatever else the machine does
-HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
 H100 = Gpu(0, "GPU-a", "NVIDIA H100", 9.0, 80 * 2**30, 0, {})
 V100 = Gpu(1, "GPU-b", "Tesla V100", 7.0, 16 * 2**30, 0, {})
 
@@ -43,13 +42,6 @@ def test_the_quick_look_reports_this_machine_within_three_seconds() -> None:
     assert answer["exit"] == (0 if answer["ok"] else 1)
     assert not answer["deep"]
     assert answer["used_s"] < QUICK_S
-
-
-def test_the_quick_look_imports_no_engine() -> None:
-    look = "import sys; from workbench.launch import doctor; doctor.examine()"
-    code = f"{look}; print([module for module in {HEAVY} if module in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
@@ -181,17 +173,14 @@ def test_gpus_that_torch_does_not_find_are_told_of() -> None:
     check = doctor._devices([H100], [])
     assert not check.ok
     assert "the driver has 1 GPU(s), torch finds 0" in check.found
-    probe = subprocess.CompletedProcess([], 0, json.dumps([{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}]), "")
-    assert doctor._devices([H100], doctor._seen_by_torch(probe)).ok
+    assert doctor._devices([H100], ["NVIDIA H100 (80 GiB)"]).ok
 
 
 def test_the_default_dtype_is_what_open_uses(tmp_path: Path) -> None:
-    from workbench.models import bf16_is_fast
-
     assert doctor.bf16_is_fast([H100])
     assert not doctor.bf16_is_fast([H100, V100])
     found = doctor._devices([], None).found
-    assert ("dtype='bfloat16' is fast here" in found) == doctor.bf16_is_fast([]) == bf16_is_fast("cpu")
+    assert ("dtype='bfloat16' is fast here" in found) == doctor.bf16_is_fast([])
     with tiny_lab("dtype", tmp_path, backend="inline", device="cpu", models={"actor": TINY, "reward": vowels}) as lab:
         assert f"{lab.actor.spec.dtype} by default" in found
     assert "bfloat16 by default" in doctor._devices([H100], None).found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from tests.expected import expect_error
 from workbench.errors import BadInput
+from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
 
 SHAPE: dict[str, Any] = {
@@ -32,6 +34,26 @@ def test_weights_are_those_of_the_model_and_tied_ones_come_once() -> None:
         weights = model_weights(config, dtype="bfloat16")
         assert {w.name: w.shape for w in weights} == {n: tuple(p.shape) for n, p in model.named_parameters()}
         assert weights.nbytes == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_dense_config_has_the_weights_of_the_model_that_transformers_builds(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for config in (
+        LlamaConfig(**SHAPE, tie_word_embeddings=True, dtype="bfloat16"),
+        LlamaConfig(**SHAPE, head_dim=16, attention_bias=True, mlp_bias=True),
+        Qwen2Config(**SHAPE | {"attention_bias": True}),
+        Qwen2Config(**SHAPE, tie_word_embeddings=True),
+        Qwen3Config(**SHAPE, head_dim=16, attention_bias=True),
+    ):
+        file.write_text(config.to_json_string())
+        dense = read_plan_config(file)
+        assert isinstance(dense, DenseConfig)
+        heads: tuple[Literal["lm", "scalar"], ...] = ("lm", "scalar")
+        for head in heads:
+            assert model_weights(dense, head=head) == model_weights(config, head=head)
+    for other in (Phi3Config(**SHAPE, pad_token_id=0), LlamaConfig(**SHAPE | {"quantization_config": {"bits": 4}})):
+        file.write_text(other.to_json_string())
+        assert not isinstance(read_plan_config(file), DenseConfig)
 
 
 def test_slices_of_all_tensor_ranks_make_up_each_weight() -> None:

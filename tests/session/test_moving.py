@@ -15,7 +15,7 @@ import workbench as wb
 from tests.cases import TINY, hosts_of, stored, tiny_lab, update_on, vowels
 from tests.expected import expect_error
 from tests.light import Together
-from workbench.backends import Pending
+from workbench.backends.base import Pending
 from workbench.backends.starting import load_roles
 from workbench.config.description import Description
 from workbench.controller import Workbench

@@ -12,6 +12,7 @@ when another workbench of that name has been opened in the meantime.
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import shutil
 import time
@@ -191,6 +192,28 @@ def start_journal(lab: str, entry: Mapping[str, Any]) -> None:
 def journal(lab: str) -> Iterator[dict[str, Any]]:
     """The entries of the journal, oldest first, without those that are damaged."""
     return journal_file.entries(_folder(lab) / JOURNAL)
+
+
+def owned_entries(lab: str) -> Iterator[dict[str, Any]]:
+    """The entries of the handle that took the workbench over last, which has begun the file with a whole one. A slow
+    kernel may have added its own behind that before it noticed."""
+    controller = None
+    for entry in journal(lab):
+        if controller is None or "whole" in entry:
+            controller = entry.get("controller")
+        if entry.get("controller") == controller:
+            yield entry
+
+
+def counters(lab: str) -> dict[str, Any]:
+    """The counters of the journal, of which nothing is unpickled; empty where they cannot be read."""
+    text = "{}"
+    for entry in owned_entries(lab):
+        text = entry.get("counters", text)
+    with contextlib.suppress(ValueError, TypeError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def journal_stamp(lab: str) -> journal_file.Stamp | None:

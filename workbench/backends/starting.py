@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from workbench.backends import Backend, Pending
+from workbench.backends.base import Backend, Pending
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo

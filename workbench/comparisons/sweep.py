@@ -20,7 +20,7 @@ from workbench.comparisons.trials import Ended, Ledger, TrialKey, check_name
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
-from workbench.launch import overrides
+from workbench.launch import arguments
 from workbench.session.checkpoint import find_checkpoint
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
@@ -160,11 +160,11 @@ def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[li
         labs.append(lab)
         ledger.begun(key, lab.run_folder)
 
-    before, overrides.trial = overrides.trial, overrides.Trial(opening=opening, opened=opened)
+    before, arguments.trial = arguments.trial, arguments.Trial(opening=opening, opened=opened)
     try:
         yield labs
     finally:
-        overrides.trial = before
+        arguments.trial = before
         for lab in labs:
             if not lab.ownership.closed:
                 lab.close()

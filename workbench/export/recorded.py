@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workbench.algorithms.recorded_calls import EVENT as ALGORITHM
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.export.cells import Cell, Notebook
@@ -20,8 +19,9 @@ from workbench.export.made_calls import Made, MadeCall, expression, position_of,
 from workbench.export.statements import Statement, statements_of
 from workbench.export.syntax import python_of
 from workbench.session.cell_history import RunCell
-from workbench.stages.live_settings import EVENT
 from workbench.telemetry.store import TelemetryStore
+
+ALGORITHM, EVENT = "algorithm", "setting"  # events of calls of algorithms, and of settings that changed
 
 ASIDE = "skip-export"
 

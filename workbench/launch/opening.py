@@ -11,20 +11,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from workbench.backends import RayBackend, registry
+from workbench.backends import registry
 from workbench.backends.cluster import start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
-from workbench.backends.ray import end_hosts
+from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
 from workbench.errors import DevicesTaken, NameTaken, WorkbenchError
-from workbench.launch import arguments, overrides
+from workbench.launch import arguments
+from workbench.launch.arguments import overridable
 from workbench.launch.fit import check_memory, processes_of
 from workbench.launch.notes import say_at_opening
-from workbench.launch.overrides import overridable
 from workbench.placement import Placement
 from workbench.session.cell_history import record_cells
 from workbench.session.checkpoint import find_checkpoint
@@ -265,8 +265,8 @@ def restore(path: str | Path, **changes: Any) -> Workbench:
 
 def _workbench(description: Description, run_folder: Path) -> Workbench:
     lab = Workbench(description, run_folder)
-    if overrides.running is not None and description.record:
-        numbers = overrides.numbers_of(overrides.running.options)
+    if arguments.running is not None and description.record:
+        numbers = arguments.numbers_of(arguments.running.options)
         lab.history.script_options = {name: value for name, value in numbers.items() if value is not None}
     return lab
 

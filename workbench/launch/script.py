@@ -22,13 +22,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn
 
+from workbench.display import progress
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.launch.arguments import ARGUMENTS
-from workbench.launch.script_options import add_option, option_of, parameters_of
+from workbench.launch import arguments as of_open
+from workbench.launch.options import Option, Parser, options_of
 from workbench.support.checked_calls import checked_call
-from workbench.support.command_line import Parser
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
@@ -47,39 +47,43 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
     stderr, other exceptions keep their traceback. The run folders are printed at the end.
     """
     try:
-        own, parser = _parser(main)
+        options = options_of(main)
+        parser = _parser(main, options)
     except BadInput as error:
         _fail(error)
-    arguments = vars(parser.parse_args(argv))
-    from workbench.display import progress
-    from workbench.launch import overrides
-
-    opening = {name: arguments[f"open.{name}"] for name in ARGUMENTS if f"open.{name}" in arguments}
-    for name, value in opening.items():
-        try:
-            overrides.check(name, value, _option(name))
-        except BadInput as error:
-            parser.error(str(error))
-        except WorkbenchError as error:
-            _fail(error)
-    given = sys.argv[1:] if argv is None else argv
-    script = overrides.Script(
-        command=(sys.argv[0], *(word.partition("=")[0] for word in given if word.startswith("--"))),
-        options={name: arguments.get(name, parameter.default) for name, parameter in own.items()},
-        opening=opening,
-        keep=arguments.get("script.keep", False),
-    )
-    before, shown = overrides.running, progress.show("nothing" if arguments.get("script.quiet") else "logged")
-    overrides.running = script
+    read = vars(parser.parse_args(argv))
+    opening_options = {f"open.{name}": option for name, option in of_open.OPTIONS.items()}
     try:
-        code = _carry_out(main, script, arguments.get("script.traceback", False))
+        for name, option in (opening_options | options).items():
+            if name in read:
+                read[name] = option.value(read[name])
+        if read.get("open.resume") is not None:
+            from workbench.session.checkpoint import find_checkpoint
+
+            find_checkpoint(read["open.resume"])
+    except BadInput as error:
+        parser.error(str(error))
+    except WorkbenchError as error:
+        _fail(error)
+    given = sys.argv[1:] if argv is None else argv
+    defaults = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
+    script = of_open.Script(
+        command=(sys.argv[0], *(word.partition("=")[0] for word in given if word.startswith("--"))),
+        options={name: read.get(name, default) for name, default in defaults.items()},
+        opening={name: read[f"open.{name}"] for name in of_open.OPTIONS if f"open.{name}" in read},
+        keep=read.get("script.keep", False),
+    )
+    before, shown = of_open.running, progress.show("nothing" if read.get("script.quiet") else "logged")
+    of_open.running = script
+    try:
+        code = _carry_out(main, script, read.get("script.traceback", False))
     finally:
-        overrides.running = before
+        of_open.running = before
         progress.show(shown)
     raise SystemExit(code)
 
 
-def _carry_out(main: Callable[..., Any], script: Any, with_traceback: bool) -> int:
+def _carry_out(main: Callable[..., Any], script: of_open.Script, with_traceback: bool) -> int:
     code = FAILED
     with _termination() as terminated:
         try:
@@ -99,10 +103,8 @@ def _carry_out(main: Callable[..., Any], script: Any, with_traceback: bool) -> i
     return code
 
 
-def _close(script: Any, failed: bool) -> None:
+def _close(script: of_open.Script, failed: bool) -> None:
     """Close what the script has opened and not closed itself, and say where it is written."""
-    from workbench.display import progress
-
     with contextlib.ExitStack() as each:  # also where one of them does not close
         for lab in script.labs:
             print(lab.run_folder)
@@ -133,39 +135,23 @@ def _termination() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser(main: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], argparse.ArgumentParser]:
-    """The parameters of `main` by name, and the parser of all options."""
-    parameters = parameters_of(main)
+def _parser(main: Callable[..., Any], options: dict[str, Option]) -> Parser:
+    """The parser of the options of `main`, and of every script."""
     text = getattr(sys.modules.get(main.__module__), "__doc__", None) or main.__doc__ or ""
     parser = Parser(description=inspect.cleandoc(text), formatter_class=argparse.RawDescriptionHelpFormatter)
-    if parameters:
+    if options:
         own = parser.add_argument_group("options of this script")
-        for option, parameter in parameters.items():
-            add_option(own, option, parameter)
+        for name, option in options.items():
+            option.add_to(own, name)
+    taken = {option.flag for option in options.values()}
     every = parser.add_argument_group("options of every script", "They override what the script says.")
-    for name, argument in ARGUMENTS.items():
-        if argument.help and _option(name) not in parameters:
-            reading: dict[str, Any] = {"type": int} if argument.metavar == "N" else {"choices": _choices(argument.hint)}
-            reading |= {"action": "append"} if name == "track" else {}
-            every.add_argument(
-                _option(name), dest=f"open.{name}", default=argparse.SUPPRESS,
-                help=argument.help, metavar=argument.metavar, **reading,
-            )  # fmt: skip
-    for option, text in FLAGS.items():
-        if option not in parameters:
-            every.add_argument(option, dest=f"script.{option[2:]}", action="store_true", help=text)
-    return {parameter.name: parameter for parameter in parameters.values()}, parser
-
-
-def _option(name: str) -> str:
-    """What the option of an argument of `wb.open` is called."""
-    return ARGUMENTS[name].option or option_of(name)
-
-
-def _choices(hint: Any) -> tuple[str, ...] | None:
-    """The values of an argument that takes one of a few."""
-    literals = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
-    return get_args(literals[0]) if literals else None
+    for name, option in of_open.OPTIONS.items():
+        if option.flag not in taken:
+            option.add_to(every, f"open.{name}")
+    for flag, text in FLAGS.items():
+        if flag not in taken:
+            every.add_argument(flag, dest=f"script.{flag[2:]}", action="store_true", help=text)
+    return parser
 
 
 def _fail(error: WorkbenchError) -> NoReturn:

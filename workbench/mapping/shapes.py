@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.mapping.workload import Workload
+from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.generation_memory import kv_elements_per_token
 from workbench.placement.role_model import TABLES, RoleModel, head_of
 from workbench.settings.engines import Training
@@ -32,21 +33,17 @@ _LLAMAS = {
 SIZES = tuple(_LLAMAS)
 
 
-def config_of(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedConfig | DenseConfig:
     """The config of a size preset, of a model by name or folder, or the one given. Raises `ModelUnavailable`."""
-    from transformers import LlamaConfig, PreTrainedConfig
-
-    if isinstance(model, PreTrainedConfig):
-        return model
     if str(model) in _LLAMAS:
         hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(model)]
-        return LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
+        return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
                            num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
-    if not isinstance(model, str | Path):
+    if isinstance(model, str | Path):
+        return read_plan_config(model)
+    if not hasattr(model, "get_text_config"):
         raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
-    from workbench.models.loading import read_config
-
-    return read_config(model)
+    return model
 
 
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:

@@ -15,13 +15,11 @@ from workbench.models.tiny import TINY
 from workbench.models.tokenizers import load_tokenizer, render_prompt
 
 if TYPE_CHECKING:
-    from workbench.models.dtypes import bf16_is_fast
     from workbench.models.loading import load_backbone, load_causal_lm, load_config
 
 __all__ = [
     "BUNDLED",
     "TINY",
-    "bf16_is_fast",
     "load_backbone",
     "load_causal_lm",
     "load_config",
@@ -30,11 +28,11 @@ __all__ = [
     "resolve",
 ]
 
-# name -> module; they import torch, which whoever asks only where a model lies can do without
-_LATER = {"bf16_is_fast": "dtypes", "load_backbone": "loading", "load_causal_lm": "loading", "load_config": "loading"}
+# in `loading`, which imports torch: whoever asks only where a model lies can do without
+_LATER = ("load_backbone", "load_causal_lm", "load_config")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'workbench.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"workbench.models.{_LATER[name]}"), name)
+    return getattr(importlib.import_module("workbench.models.loading"), name)

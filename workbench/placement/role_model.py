@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
 from workbench.settings.engines import Generation, Training
 from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLLOUT
@@ -15,9 +15,9 @@ from workbench.settings.roles import ROLLOUT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from workbench.models.dense_config import DenseConfig
     from workbench.models.lora import LoRA
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tokens of a micro-batch where Training.micro_batch_tokens is None, by device: on a CPU so many, on a GPU so many in a
 # plan of what fits beside them, from which as many are taken as there is room for.
 AUTOMATIC_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -37,7 +37,7 @@ class RoleModel:
     does not set them.
     """
 
-    config: PreTrainedConfig
+    config: PreTrainedConfig | DenseConfig
     head: Literal["lm", "scalar"]
     dtype: str
     training: Training

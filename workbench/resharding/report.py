@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.models.dense_config import read_plan_config
 from workbench.resharding.strategies import plan_transition
 from workbench.resharding.weights import ModelWeights, model_weights
 from workbench.settings.layout import Layout
@@ -26,9 +27,7 @@ def report(model: str | Path, train: str, generate: str, strategy: str, dtype: s
             f"the matrix of who sends to whom has a place for each pair: at most {MOST_RANKS} ranks",
             "plan fewer replicas (d): each training replica moves what every other does",
         )
-    from workbench.models.loading import read_config
-
-    weights = model_weights(read_config(model), dtype=dtype)
+    weights = model_weights(read_plan_config(model), dtype=dtype)
     plan = plan_transition(weights, layout, strategy)
     figures = plan.figures()
     columns = {

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.models.dense_config import DenseConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
 Interval = tuple[int, int]
-
+# Bytes of an element, by the name of the torch dtype.
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 MOST_TENSOR_RANKS = 64  # of those that a remedy names
 
@@ -187,23 +189,52 @@ class ModelWeights:
 
 
 def model_weights(
-    config: PreTrainedConfig,
+    config: PreTrainedConfig | DenseConfig,
     *,
     head: Literal["lm", "scalar"] = "lm",
     dtype: str | None = None,
     unknown: Literal["refuse", "whole"] = "refuse",
 ) -> ModelWeights:
-    """The weights of the model that a transformers config describes, built on the meta device: no memory, no files.
+    """The weights of the model that a config describes: no memory, no files.
 
     head: "lm", an output head over the vocabulary, or "scalar", one value a token (`score.weight`, `score.bias`).
     dtype: such as "bfloat16"; None: the config's, else float32.
     unknown: what becomes of layers whose cut is not known: "whole", they are on every tensor rank.
     Raises `BadInput` for a config that makes no language model, and one that names layers whose cut is not known.
     """
+    named = dtype or getattr(config, "dtype", None) or "float32"
+    item_bytes = ITEM_BYTES.get(str(named).removeprefix("torch."))
+    if item_bytes is None:
+        raise BadInput(f"dtype={shown(named)}", "must be the name of a torch dtype", "use 'bfloat16' or 'float32'")
+    text = config.get_text_config()
+    if isinstance(config, DenseConfig):
+        shapes, base = config.shapes(lm_head=head == "lm"), "model"
+        tied = head == "lm" and config.tie_word_embeddings
+    else:
+        shapes, base, tied = _shapes_of(config, head)
+    count = int(text.num_hidden_layers)
+    if count < 1:
+        raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
+    if head == "scalar":
+        shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
+    cutter = _Cutter(text, base)
+    weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
+    if cutter.unknown and unknown == "refuse":
+        raise BadInput(
+            f"{type(config).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
+            "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "
+            "base_model_tp_plan",
+            "take a dense model of such a family",
+        )
+    return ModelWeights(tuple(weights), count)
+
+
+def _shapes_of(config: PreTrainedConfig, head: Literal["lm", "scalar"]) -> tuple[dict[str, tuple[int, ...]], str, bool]:
+    """By building the model on the meta device: the shapes of its weights, the prefix of their names, and whether the
+    output head is the table of embeddings."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
-    item_bytes = _dtype(dtype or getattr(config, "dtype", None)).itemsize
     auto = AutoModelForCausalLM if head == "lm" else AutoModel
     try:
         with torch.device("meta"):
@@ -217,35 +248,8 @@ def model_weights(
     base = model.base_model_prefix
     prefix = "" if head == "lm" else f"{base}."
     shapes = {prefix + name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tied = model.get_output_embeddings() is not None and (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )
-    text = config.get_text_config()
-    count = int(text.num_hidden_layers)
-    if count < 1:
-        raise BadInput(f"num_hidden_layers={count}", "a model has at least one layer")
-    if head == "scalar":
-        shapes |= {"score.weight": (1, int(text.hidden_size)), "score.bias": (1,)}
-    cutter = _Cutter(text, base)
-    weights = [cutter.weight(name, shape, item_bytes, count, tied) for name, shape in shapes.items()]
-    if cutter.unknown and unknown == "refuse":
-        raise BadInput(
-            f"{type(model).__name__} has layers whose cut is not known: {', '.join(sorted(cutter.unknown))}",
-            "layers are known by the names that Llama, Qwen2, Qwen3 and their kin give them, or by the config's "
-            "base_model_tp_plan",
-            "take a dense model of such a family",
-        )
-    return ModelWeights(tuple(weights), count)
-
-
-def _dtype(value: Any) -> Any:
-    import torch
-
-    found = torch.float32 if value is None else value
-    found = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
-    if not isinstance(found, torch.dtype):
-        raise BadInput(f"dtype={shown(value)}", "must be the name of a torch dtype", "use 'bfloat16' or 'float32'")
-    return found
+    output = model.get_output_embeddings()
+    return shapes, base, output is not None and output.weight is model.get_input_embeddings().weight
 
 
 class _Cutter:

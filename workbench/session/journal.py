@@ -29,7 +29,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +271,7 @@ def read_journal(lab: str) -> Recorded:
     texts: dict[str, str] = {"counters": "{}", "position": "{}"}
     pickled: dict[str, dict[Any, bytes]] = {"updates": {}, "sent": {}, "locations": {}, "batches": {}}
     ledger, ledger_changes = None, list[bytes]()
-    for entry in _entries(lab):
+    for entry in registry.owned_entries(lab):
         if "ledger_state" in entry:
             ledger, ledger_changes = entry["ledger_state"], []
         ledger_changes += entry.get("ledger", [])
@@ -288,28 +288,6 @@ def read_journal(lab: str) -> Recorded:
         open_runs=found["sent"], locations=found["locations"], batches=found["batches"],
         ledger=ledger, ledger_changes=ledger_changes,
     )  # fmt: skip
-
-
-def read_counters(lab: str) -> dict[str, Any]:
-    """The counters alone, of which nothing is unpickled; empty where they cannot be read."""
-    text = "{}"
-    for entry in _entries(lab):
-        text = entry.get("counters", text)
-    with suppress(ValueError, TypeError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _entries(lab: str) -> Iterator[dict[str, Any]]:
-    """The entries of the handle that took the workbench over last, which has begun the file with a whole one. A slow
-    kernel may have added its own behind that before it noticed."""
-    controller = None
-    for entry in registry.journal(lab):
-        if controller is None or "whole" in entry:
-            controller = entry.get("controller")
-        if entry.get("controller") == controller:
-            yield entry
 
 
 def _readable(section: str, pickled: Mapping[Any, bytes]) -> dict[Any, Any]:

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends import Pending, registry
-from workbench.backends.base import answered
+from workbench.backends import registry
+from workbench.backends.base import Pending, answered
 from workbench.backends.starting import Note, Step, begin_loading, join_pools, settle
 from workbench.batches.store import Weights
 from workbench.display.interrupts import stoppable, uninterrupted

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from workbench.backends import RayBackend
 from workbench.backends.hosts import Hosts
+from workbench.backends.ray import RayBackend
 from workbench.backends.starting import Note, join_pools, load_roles
 from workbench.batches.store import Weights
 from workbench.data.prompt_stream import PromptStream

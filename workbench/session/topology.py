@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends import Pending
+from workbench.backends.base import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
 from workbench.display.html import bytes_text, table

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.backends import Backend, InlineBackend
+from workbench.backends.base import Backend
+from workbench.backends.inline import InlineBackend
 from workbench.backends.starting import Step, join_pools, settle
 from workbench.errors import BadInput
 from workbench.messages.calls import Call, HostInfo

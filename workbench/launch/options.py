@@ -1,0 +1,189 @@
+"""Command lines: a parser that names the nearest word for one that is misspelt, and options from annotations."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import itertools
+import json
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+
+from workbench.errors import BadInput
+from workbench.errors.plain_text import plain_text
+
+CHOICE = re.compile(r"(?s)(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)$")
+
+
+class Parser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser`, of whole option names only. Exit code 2 for wrong usage, as there."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As there, but that arguments which are not known are an error of this parser, and of none above it."""
+        found, more = super().parse_known_args(args, namespace)
+        if more:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(more)}" + _nearest(more[0].partition("=")[0], options))
+        return found, more
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit."""
+        if wrong := CHOICE.match(message):
+            message += _nearest(wrong[2], re.findall(r"[^\s,']+", wrong[3]))
+        super().error(plain_text(message))
+
+
+def _nearest(wrong: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wrong, known, n=1)
+    return f". write {near[0]} (the nearest)" if near else ""
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    if isinstance(value := json.loads(text), dict):
+        return value
+    raise ValueError(text)
+
+
+BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+# By type: what a text must be, in words, and what reads it. Of a union, the first in this order that reads the text.
+READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    types.NoneType: ("none", lambda text: {"none": None}[text.lower()]),
+    bool: ("true or false", lambda text: BOOLS[text.lower()]),
+    int: ("a whole number", int),
+    float: ("a number", float),
+    dict: ("a JSON object", _json_object),
+    str: ("a text", str),
+    Path: ("a path", Path),
+}
+ORDER = [words for words, _ in READERS.values()]
+
+
+class Option(NamedTuple):
+    """An option of a command line. hint: the annotation of its value. metavar: stands for the value in the help."""
+
+    flag: str
+    hint: Any
+    help: str = ""
+    metavar: str | None = None
+    required: bool = False
+
+    def add_to(self, group: Any, dest: str) -> None:
+        """Add it to a group of argparse; one that is not given is no attribute of what is parsed. Raises `BadInput` for
+        an annotation that no text can be read as."""
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if not self._is_flag:
+            items, count = _items(self.hint)
+            readers = [_readers(hint) for hint in items]
+            choices = [words.removeprefix("one of ") for words in readers[0] if words.startswith("one of ")]
+            metavar = self.metavar or (f"{{{choices[0].replace(', ', ',')}}}" if choices else None)
+            how = {"metavar": metavar, "nargs": count, "action": "extend" if count == "*" else "store"}
+        group.add_argument(
+            self.flag, dest=dest, required=self.required, default=argparse.SUPPRESS,
+            help=self.help.replace("%", "%%"), **how,
+        )  # fmt: skip
+
+    def value(self, texts: Any) -> Any:
+        """What argparse has found, as the annotation wants it; `BadInput` where it cannot be."""
+        from workbench.support.validation import checked
+
+        if self._is_flag:
+            return texts
+        items, count = _items(self.hint)
+        if count is None:
+            return checked(self.flag, self._read(items[0], texts), self.hint)
+        values = [self._read(hint, text) for hint, text in zip(itertools.cycle(items), texts, strict=False)]
+        return checked(self.flag, tuple(values) if isinstance(count, int) else values, self.hint)
+
+    @property
+    def _is_flag(self) -> bool:
+        hint = get_args(self.hint)[0] if get_origin(self.hint) is Annotated else self.hint
+        return hint is bool
+
+    def _read(self, hint: Any, text: str) -> Any:
+        readers = _readers(hint)
+        for read in readers.values():
+            with suppress(ValueError, KeyError):
+                return read(text)
+        raise BadInput(f"argument {self.flag}: {text!r} is not {' or '.join(readers)}")
+
+
+def flag_of(name: str) -> str:
+    """What the option of a parameter is called: `--max-new-tokens` of MAX_NEW_TOKENS."""
+    return "--" + name.strip("_").lower().replace("_", "-")
+
+
+def options_of(main: Callable[..., Any]) -> dict[str, Option]:
+    """The options of the parameters of `main`, by parameter. Raises `BadInput` where two have the same, or one cannot
+    be an option."""
+    found: dict[str, Option] = {}
+    signature = inspect.signature(main, eval_str=True)
+    for name, parameter in signature.parameters.items():
+        flag, default, hint = flag_of(name), parameter.default, parameter.annotation
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise BadInput(f"{main.__name__}({parameter})", "an option is a parameter of its own, given by name")
+        taken = {option.flag: other for other, option in found.items()} | {"--help": "the help"}
+        if flag in taken:
+            raise BadInput(f"{main.__name__}({name}=...)", f"{flag} is {taken[flag]}'s", "choose another name")
+        required = default is parameter.empty
+        if hint is parameter.empty:
+            hint = str if required or default is None else type(default)
+        if hint in (list, tuple):  # of what the default has
+            kinds: Any = Union[tuple(map(type, default)) or (str,)] if isinstance(default, hint) else str  # noqa: UP007
+            hint = tuple[kinds, ...] if hint is tuple else list[kinds]
+        said = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, str)][:1]
+        shown = [] if required else [f"(default: {_shown(default)})"]
+        found[name] = Option(flag, hint, " ".join(said + shown), required=required)
+    return found
+
+
+def _items(hint: Any) -> tuple[tuple[Any, ...], int | str | None]:
+    """The annotations of the texts of an option, and how many there are, as argparse says it. Of a list or nothing it
+    is a list: an option without texts is empty."""
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return _items(args[0])
+    if origin in (Union, types.UnionType):
+        return next((found for found in map(_items, args) if found[1] is not None), ((hint,), None))
+    if origin is tuple and args and Ellipsis not in args:
+        return args, len(args)
+    return (args[:1] or (str,), "*") if origin in (list, tuple, Sequence) else ((hint,), None)
+
+
+def _readers(hint: Any) -> dict[str, Callable[[str], Any]]:
+    """What a text must be, in words, and what reads it: one for each type of a union, in the order of trying."""
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return _readers(args[0])
+    if origin is Literal:
+        values = {_shown(value): value for value in args}
+        return {f"one of {', '.join(values)}": values.__getitem__}
+    if origin in (Union, types.UnionType):
+        found = {words: read for part in args for words, read in _readers(part).items()}
+        return dict(sorted(found.items(), key=lambda item: ORDER.index(item[0]) if item[0] in ORDER else -1))
+    if origin not in READERS:
+        raise BadInput(
+            inspect.formatannotation(hint),
+            "an option is a number, a text, a bool, a Literal, none, a dict, or a list or tuple of these",
+            "make it inside the function",
+        )
+    words, read = READERS[origin]
+    return {words: read}
+
+
+def _shown(value: Any) -> str:
+    """A default as it would be written on the command line."""
+    if isinstance(value, dict):
+        return json.dumps(value, default=str)
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_shown, value))
+    return "none" if value is None else str(value) or "''"
