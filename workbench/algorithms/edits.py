@@ -12,8 +12,7 @@ from typing import Any
 from workbench.algorithms.arguments import Argument, fields_of, in_effect
 from workbench.algorithms.graph import Graph
 from workbench.algorithms.live_fields import LiveFields, as_plain, is_same, value_in_effect
-from workbench.algorithms.open_updates import check_open_updates
-from workbench.algorithms.tracing import trace
+from workbench.algorithms.tracing import Tracer
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checks_calls
@@ -61,7 +60,9 @@ class StageEdits(LiveFields, ABC):
 
     def _written_graph(self) -> Graph:
         """As `define` has it."""
-        return trace(self.lab, self.define, type(self).__name__)
+        tracer = Tracer(self.lab, type(self).__name__)
+        self.define(tracer)
+        return tracer.graph()
 
     def _lasting_graph(self) -> Graph:
         """Without what holds for one run only."""
@@ -227,7 +228,7 @@ class StageEdits(LiveFields, ABC):
 
     def _check_open_updates(self, what: str, after: Graph, stale: Collection[str] = ()) -> None:
         if self._under_way:
-            check_open_updates(self.lab, what, self.made.keys(), self.graph(), after, stale)
+            self.graph().check_open_updates(self.lab, what, self.made.keys(), after, stale)
 
     def _note_arguments(self, before: Graph, stage: str, arguments: Mapping[str, Any], how: str = "") -> None:
         was = {**before[stage].defaults, **before[stage].given_arguments}

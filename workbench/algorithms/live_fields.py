@@ -13,7 +13,6 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.open_updates import check_open_updates
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import clips_in_effect
@@ -84,7 +83,7 @@ class LiveFields:
         me: Any = self
         if self.__dict__.get("_under_way"):
             what = f"{type(self).__name__}.{name} = {shown(value)}"
-            check_open_updates(self.lab, what, me.made.keys(), me.graph(), trial.graph())
+            me.graph().check_open_updates(self.lab, what, me.made.keys(), trial.graph())
         self._note_change(name, before, value)
         object.__setattr__(self, name, self._owned(name, trial.__dict__[name]))
 
