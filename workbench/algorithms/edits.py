@@ -25,6 +25,7 @@ Once = Mapping[str, Mapping[str, Any]]  # arguments of the next run of a stage a
 class StageEdits(LiveFields, ABC):
     """Base of the algorithms: `graph` is what `define` calls, with all that was changed since."""
 
+    _made: dict[str, Any]
     _edits: list[Callable[[Graph], Graph]]
     _once: Once = MappingProxyType({})  # replaced as a whole: a panel's thread changes it, too
     _under_way = False  # an iteration has begun and is not over
@@ -36,9 +37,14 @@ class StageEdits(LiveFields, ABC):
         """The stages of one iteration. `graph` also runs it on stand-ins, so it must not read the rows of a batch."""
 
     @property
-    @abstractmethod
     def made(self) -> dict[str, Any]:
         """What the stages of the newest iteration have made so far, by name: batches and metrics."""
+        return self._made
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an iteration has begun, and is not over."""
+        return self._under_way
 
     @abstractmethod
     def _end(self) -> None:
@@ -67,7 +73,7 @@ class StageEdits(LiveFields, ABC):
     def _lasting_graph(self) -> Graph:
         """Without what holds for one run only."""
         graph = self._written_graph()
-        for edit in self._all_edits():
+        for edit in self._edits:
             graph = edit(graph)
         return graph
 
@@ -82,8 +88,8 @@ class StageEdits(LiveFields, ABC):
         """
         before = self.graph()
         self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
-        known = self._all_replaced.get(stage, {})
-        self._all_replaced[stage] = None if function is not None or known is None else {**known, **arguments}
+        known = self._replaced.get(stage, {})
+        self._replaced[stage] = None if function is not None or known is None else {**known, **arguments}
         if function is None:
             self._note_arguments(before, stage, arguments)
 
@@ -116,9 +122,7 @@ class StageEdits(LiveFields, ABC):
             default = now.defaults.get(name, Parameter.empty)
             if (value := given.get(name, default)) is Parameter.empty:
                 continue  # a batch
-            replaced = (
-                bool(self._all_edits()) and name in later and not (name in first and is_same(first[name], later[name]))
-            )
+            replaced = bool(self._edits) and name in later and not (name in first and is_same(first[name], later[name]))
             field = "" if replaced else fields.get(name, "")
             if name in once:
                 source = "changed for the next run"
@@ -170,30 +174,19 @@ class StageEdits(LiveFields, ABC):
         what has run on what it made runs again, as in `replace`."""
         self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
 
-    @property
-    def _all_replaced(self) -> dict[str, dict[str, Any] | None]:
-        if "_replaced" not in self.__dict__:
-            self._replaced = {}
-        return self._replaced
-
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
-        plain = {stage: as_plain(arguments or {}) for stage, arguments in self._all_replaced.items()}
+        plain = {stage: as_plain(arguments or {}) for stage, arguments in self._replaced.items()}
         return {stage: arguments for stage, arguments in plain.items() if arguments}
 
     def _take_arguments(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what `_kept_arguments` gave; what was replaced since stays as it is."""
         for stage, arguments in kept.items():
-            if (now := self._all_replaced.get(stage, {})) is None:
+            if (now := self._replaced.get(stage, {})) is None:
                 continue
             new = {name: value for name, value in arguments.items() if name not in now}
-            self._all_edits().append(partial(_with_arguments, stage, new))
-            self._all_replaced[stage] = {**now, **new}
-
-    def _all_edits(self) -> list[Callable[[Graph], Graph]]:
-        if not hasattr(self, "_edits"):
-            self._edits = []
-        return self._edits
+            self._edits.append(partial(_with_arguments, stage, new))
+            self._replaced[stage] = {**now, **new}
 
     def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
         """Apply an edit. again: the stage whose output is out of date after it."""
@@ -209,7 +202,7 @@ class StageEdits(LiveFields, ABC):
         once = {name: arguments for name, arguments in self._once.items() if name != again}
         self._check_open_updates(what, self._with(once, after), stale)
         self._once = once
-        self._all_edits().append(edit)
+        self._edits.append(edit)
         for name in stale:
             del self.made[name]
         if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
