@@ -54,11 +54,9 @@ class StageEdits(LiveFields, ABC):
         """The stages of one iteration, with the present fields and edits."""
         return self._graph_with(self._once)
 
-    def _graph_with(self, once: Once) -> Graph:
-        return self._with(once, self._lasting_graph())
-
-    @staticmethod
-    def _with(once: Once, graph: Graph) -> Graph:
+    def _graph_with(self, once: Once, lasting: Graph | None = None) -> Graph:
+        """With arguments of the next runs alone. lasting: the graph without them; default: the present one."""
+        graph = lasting or self._lasting_graph()
         for stage, arguments in once.items():
             if stage in graph.names:  # a field may have taken it out
                 graph = graph.replaced(stage, None, arguments)
@@ -115,24 +113,21 @@ class StageEdits(LiveFields, ABC):
         now, lasting, written = self.graph()[stage], self._lasting_graph()[stage], self._written_graph()
         first = written[stage].given_arguments if stage in written.names else {}
         fields = {} if lasting.edited or stage not in written.names else fields_of(self, stage)
-        given, later, once = now.given_arguments, lasting.given_arguments, self._once.get(stage, {})
-        title, found = type(self).__name__, list[Argument]()
-        meaning = in_effect({**now.defaults, **given})
-        for name in dict.fromkeys([*now.defaults, *given]):
-            default = now.defaults.get(name, Parameter.empty)
-            if (value := given.get(name, default)) is Parameter.empty:
-                continue  # a batch
-            replaced = bool(self._edits) and name in later and not (name in first and is_same(first[name], later[name]))
-            field = "" if replaced else fields.get(name, "")
-            if name in once:
+        given, later, defaults = now.given_arguments, lasting.given_arguments, now.defaults
+        values = {name: value for name, value in {**defaults, **given}.items() if value is not Parameter.empty}
+        title, found, meaning = type(self).__name__, list[Argument](), in_effect(values)
+        for name, value in values.items():
+            default, told = defaults.get(name, Parameter.empty), meaning.get(name, "")
+            same = name not in later or (name in first and is_same(first[name], later[name]))
+            field = fields.get(name, "") if same or not self._edits else ""
+            if name in self._once.get(stage, {}):
                 source = "changed for the next run"
-            elif replaced:
+            elif self._edits and not same:
                 source = "changed for this stage"
             elif field:
                 source = f"{title}.{field}" + (", changed" if self._is_changed(field) else "")
             else:
                 source = f"{title}.define" if name in given else "default"
-            told = meaning.get(name, "")
             found.append(Argument(name=name, value=value, default=default, source=source, field=field, in_effect=told))
         return found
 
@@ -200,7 +195,7 @@ class StageEdits(LiveFields, ABC):
                 "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
             )
         once = {name: arguments for name, arguments in self._once.items() if name != again}
-        self._check_open_updates(what, self._with(once, after), stale)
+        self._check_open_updates(what, self._graph_with(once, after), stale)
         self._once = once
         self._edits.append(edit)
         for name in stale:

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm, GroupSize
+from workbench.algorithms.loop import Algorithm
+from workbench.algorithms.rollout_algorithm import GroupSize
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING

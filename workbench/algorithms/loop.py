@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Self
 
 from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front, keeping
 from workbench.algorithms.edits import StageEdits
@@ -27,12 +25,10 @@ from workbench.objectives.covariance import CovarianceLoss
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
-from workbench.support.validation import Whole, at_least, whole
+from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
     import pandas as pd
-
-GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
 @checks_calls("algo")

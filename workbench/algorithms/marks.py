@@ -35,7 +35,7 @@ MARKED: dict[type, Any] = {
 
 def mark(value: Any) -> Any:
     """An object that stands for this value, and is no other."""
-    made = MARKED.get(type(value), Mark)(value)
+    made: Any = MARKED.get(type(value), Mark)(value)
     made.marked = value
     return made
 

@@ -27,8 +27,8 @@ def note_settings(algorithm: Algorithm, noted: Mapping[str, Any]) -> Mapping[str
     is recorded once, and nothing of an arm of a comparison, after which all is as before. Stages that `replace` edited
     are among the run's changes."""
     lab = algorithm.lab
-    names = [field.name for field in fields(algorithm) if field.name != "lab"] if is_dataclass(algorithm) else []
-    settings = flat({name: getattr(algorithm, name, None) for name in names})
+    named = fields(algorithm) if is_dataclass(algorithm) else ()
+    settings = flat({field.name: getattr(algorithm, field.name, None) for field in named if field.name != "lab"})
     adapted = algorithm.state().keys() if noted else ()
     changed = {  # by repr: NaN is as itself
         name: value

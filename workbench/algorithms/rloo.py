@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import GroupSize
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.rollout_algorithm import GroupSize, RolloutAlgorithm
 
 
 @dataclass

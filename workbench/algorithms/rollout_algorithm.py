@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
 from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
+from workbench.support.validation import Whole
+
+GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
 @dataclass
