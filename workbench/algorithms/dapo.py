@@ -78,9 +78,8 @@ class DAPO(RolloutAlgorithm):
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
-        kept: list[Batch] = []
-        others: list[Batch] = []
-        scores, drawn, rows, rounds = list[tuple[Tensor, Tensor]](), 0, 0, 0
+        kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
+        drawn = rows = rounds = 0
         while True:
             scores_N, varied_N, uids_N = _varied(batch)
             scores.append((scores_N, uids_N))
@@ -95,13 +94,8 @@ class DAPO(RolloutAlgorithm):
             for stage in before:
                 made[stage.name] = stage.call(lab, made)
             batch = made[graph["dynamic_sampling"].inputs[0]]
-        metrics = {
-            "rounds": rounds,
-            "kept/fraction": rows / drawn,
-            "filled/fraction": max(0, wanted - rows) / wanted,
-            **_means(scores),
-        }
-        lab.report("dynamic_sampling", metrics)
+        shares = {"kept/fraction": rows / drawn, "filled/fraction": max(0, wanted - rows) / wanted}
+        lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
         whole = Batch.concat([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
         uids = whole.fetch(["prompt_uid"])["prompt_uid"]

@@ -12,7 +12,9 @@ from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.marks import unmarked
+from workbench.batches.batch import Batch
 from workbench.batches.schema import SCHEMA
+from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, truncation
@@ -67,9 +69,6 @@ class Stage:
     @property
     def _method(self) -> Callable[..., Any]:
         """What draws prompts, or a batch's own method; its first parameter is the stream, or the batch."""
-        from workbench.batches.batch import Batch
-        from workbench.data.prompt_stream import PromptStream
-
         return PromptStream.next if self.role == "prompts" else getattr(Batch, self.operation)
 
     @property
@@ -163,8 +162,6 @@ class Graph:
 
         Raises `StageError` where later stages take a batch from it and it makes none.
         """
-        from workbench.batches.batch import Batch
-
         made = stage.call(lab, values)
         takers = self.consumers(stage.name)
         if takers and not isinstance(made, Batch):

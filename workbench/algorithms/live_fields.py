@@ -42,7 +42,7 @@ class LiveFields:
 
     def _go_live(self) -> None:
         """It is made: from here on an assignment is a change."""
-        for name in _fields(self):
+        for name in fields_by_name(self):
             if isinstance(value := self.__dict__.get(name), Mapping):  # a plain one, as the check of fields gave it
                 self.__dict__[name] = self._owned(name, value)
         self.__dict__["_live"] = True
@@ -50,7 +50,7 @@ class LiveFields:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; `BadInput` for a name that is none, which no stage would read, and for a value that the
         algorithm would not be made with."""
-        named, title = _fields(self), type(self).__name__
+        named, title = fields_by_name(self), type(self).__name__
         rule = f"its fields are {', '.join(named)}"
         own = getattr(type(self), name, None)
         if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
@@ -96,8 +96,8 @@ class LiveFields:
         def assign_field(field: str, value: Any) -> Any:
             algorithm = owner(what := f"{called}.{field} = {shown(value)}")
             now = getattr(algorithm, name)
-            if field not in _fields(now):
-                raise BadInput(what, f"its fields are {', '.join(_fields(now))}", meant(field, _fields(now)))
+            if field not in (known := fields_by_name(now)):
+                raise BadInput(what, f"its fields are {', '.join(known)}", meant(field, known))
             setattr(algorithm, name, dataclasses.replace(now, **{field: value}))
             return getattr(getattr(algorithm, name), field)
 
@@ -108,14 +108,13 @@ class LiveFields:
     def _note_change(self, name: str, before: Any, after: Any) -> None:
         """Record a change that was made, one a field of settings."""
         changes = {name: tuple(value_in_effect(self.__dict__, name, value) for value in (before, after))}
-        fields = _fields(after) if type(before) is type(after) else ()
+        fields = fields_by_name(after) if type(before) is type(after) else ()
         if fields:
             pairs = {f"{name}.{field}": (getattr(before, field), getattr(after, field)) for field in fields}
             changes = {path: pair for path, pair in pairs.items() if not is_same(*pair)}
         if name not in self._changed:  # else it was assigned whole, and is kept whole
-            if not fields:
-                self._changed = {path: None for path in self._changed if not path.startswith(f"{name}.")}
-            self._changed |= dict.fromkeys(changes)
+            others = [path for path in self._changed if fields or not path.startswith(f"{name}.")]
+            self._changed = dict.fromkeys([*others, *changes])
         for path, (old, new) in changes.items():
             self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new)
 
@@ -134,7 +133,7 @@ class LiveFields:
                 if _is_plain(one := getattr(value, field, None)):
                     kept.setdefault(name, {})[field] = one
             elif is_pydantic_dataclass(made := type(value)):
-                values = {field: getattr(value, field) for field in _fields(value)}
+                values = {field: getattr(value, field) for field in fields_by_name(value)}
                 if made.__module__.startswith("workbench.") and _is_plain(values):  # no class of a user's own
                     kept[name] = {SETTINGS: f"{made.__module__}:{made.__qualname__}", **values}
             elif isinstance(value, Mapping):
@@ -146,7 +145,7 @@ class LiveFields:
     def _take_fields(self, kept: Mapping[str, Any]) -> None:
         """Go on with what `_kept_fields` gave; fields that were assigned since stay as they are."""
         since = {path.partition(".")[0] for path in self._changed}
-        for name in _fields(self):
+        for name in fields_by_name(self):
             if name not in kept or name in since:
                 continue
             value, now, paths = kept[name], getattr(self, name), [name]
@@ -157,7 +156,7 @@ class LiveFields:
             elif isinstance(value, dict) and MAPPING in value:
                 value = value[MAPPING]
             elif isinstance(value, dict):
-                if not value.keys() <= _fields(now).keys():
+                if not value.keys() <= fields_by_name(now).keys():
                     continue  # it was made with other settings
                 value, paths = dataclasses.replace(now, **value), [f"{name}.{field}" for field in value]
             with self._quietly():
@@ -175,7 +174,7 @@ class LiveFields:
             self.__dict__["_live"] = live
 
 
-def _fields(value: Any) -> dict[str, dataclasses.Field[Any]]:
+def fields_by_name(value: Any) -> dict[str, dataclasses.Field[Any]]:
     """The fields of a dataclass by name; none of other values."""
     return {field.name: field for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
 

@@ -225,10 +225,8 @@ class Algorithm(StageEdits):
         def left() -> tuple[str, str]:
             if not self._under_way:
                 return f"iteration {self.iteration} is over", "run the cell again: the same call begins the next one"
-            return (
-                f"{self.next_stage} of iteration {self.lab.iteration} is next",
-                "run the cell again: the same call goes on with it",
-            )
+            following = f"{self.next_stage} of iteration {self.lab.iteration} is next"
+            return following, "run the cell again: the same call goes on with it"
 
         return stoppable(f"{type(self).__name__}.{call}()", left)
 
@@ -268,9 +266,8 @@ class Algorithm(StageEdits):
         self.lab.take_edits()
         rows, seconds = [], []
         self.lab.position.take_up(self)
-        resumed = self._under_way and (
-            self._interrupted or (self.taken_up and self.lab.position.saved_algorithm is not None)
-        )
+        saved = self.taken_up and self.lab.position.saved_algorithm is not None
+        resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__
         with recording(self, "run", resumed=resumed), self._stoppable("run"), Iterations(title, iterations) as line:
@@ -345,20 +342,21 @@ class Algorithm(StageEdits):
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
+        title = type(self).__name__
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
-            at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
+            at_least(f"{title}.{name}", getattr(self, name, least), least)
         if missing := [role for role in roles if role not in self.lab.groups]:
             penalty = missing == ["reference"] and hasattr(self, "kl_coefficient")
             without = ", or give kl_coefficient=0, which needs no reference" if penalty else ""
             if missing == ["reward"]:
                 without = ", or add it: lab.add('reward', my_function)"
-            raise BadInput(
-                f"{type(self).__name__} on a workbench without {' and '.join(missing)}",
-                f"it has {', '.join(self.lab.groups)}",
-                f"open one with these roles in models={without}",
+            value, remedy = (
+                f"{title} on a workbench without {' and '.join(missing)}",
+                "open one with these roles in models=",
             )
+            raise BadInput(value, f"it has {', '.join(self.lab.groups)}", remedy + without)
         self._check_rows()
-        self.graph().check_corrections(type(self).__name__)
+        self.graph().check_corrections(title)
         self.lab.position.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:

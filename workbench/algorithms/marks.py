@@ -42,4 +42,5 @@ def mark(value: Any) -> Any:
 
 def unmarked(value: Any) -> Any:
     """The value that a mark stands for; other values as they are."""
-    return value.marked if isinstance(value, (Mark, *MARKED.values())) else value
+    kinds: Any = (Mark, *MARKED.values())
+    return value.marked if isinstance(value, kinds) else value

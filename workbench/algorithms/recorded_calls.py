@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.live_fields import is_same
+from workbench.algorithms.live_fields import fields_by_name, is_same
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import WorkbenchError
 from workbench.support.flat_settings import flat
@@ -27,8 +27,7 @@ def note_settings(algorithm: Algorithm, noted: Mapping[str, Any]) -> Mapping[str
     is recorded once, and nothing of an arm of a comparison, after which all is as before. Stages that `replace` edited
     are among the run's changes."""
     lab = algorithm.lab
-    named = fields(algorithm) if is_dataclass(algorithm) else ()
-    settings = flat({field.name: getattr(algorithm, field.name, None) for field in named if field.name != "lab"})
+    settings = flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
     adapted = algorithm.state().keys() if noted else ()
     changed = {  # by repr: NaN is as itself
         name: value

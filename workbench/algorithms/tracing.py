@@ -10,6 +10,7 @@ from typing import Any
 
 from workbench.algorithms.graph import Graph, Stage, StandIn, stage_of
 from workbench.algorithms.lab import Lab
+from workbench.batches.batch import Batch
 from workbench.data.example_stream import ExampleStream
 from workbench.errors import BadInput
 from workbench.stages.group import GroupOperation, WorkerGroup
@@ -26,8 +27,6 @@ class TracedBatch(StandIn):
         object.__setattr__(self, "_tracer", tracer)
 
     def __getattr__(self, name: str) -> Any:
-        from workbench.batches.batch import Batch
-
         tracer: Tracer = object.__getattribute__(self, "_tracer")
         if name.startswith("_") or not callable(getattr(Batch, name, None)):
             raise BadInput(
