@@ -12,6 +12,8 @@ import workbench.algorithms
 from workbench.algorithms import ALGORITHMS
 from workbench.algorithms.loop import Algorithm
 
+BASES = {"Algorithm", "RolloutAlgorithm"}
+
 
 def test_every_algorithm_is_public_under_its_name() -> None:
     for name, module in ALGORITHMS.items():
@@ -29,9 +31,9 @@ def test_every_file_with_an_algorithm_is_listed() -> None:
         (node.name, f"workbench.algorithms.{path.stem}")
         for path in folder.glob("*.py")
         for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id == "Algorithm" for b in node.bases)
+        if isinstance(node, ast.ClassDef) and {base.id for base in node.bases if isinstance(base, ast.Name)} & BASES
     }
-    assert written == set(ALGORITHMS.items())
+    assert written == {*ALGORITHMS.items(), ("RolloutAlgorithm", "workbench.algorithms.rollout_algorithm")}
     tree = ast.parse((folder / "__init__.py").read_text())
     for_type_checkers = {
         (alias.name, node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -45,5 +47,6 @@ def test_every_reward_of_components_has_weights_that_can_be_changed() -> None:
     assert {"PPO", "GRPO", "ArCHer"} <= scoring
     for name in scoring:
         text = inspect.getsource(getattr(wb, name))
-        assert "    reward_weights: Mapping[str, Weight] | None = None\n" in text, name
+        weights = {field.name: field for field in fields(getattr(wb, name))}["reward_weights"]
+        assert (weights.type, weights.default) == ("Mapping[str, Weight] | None", None), name
         assert text.count("function=self.reward, weights=self.reward_weights)") == text.count(".compute_reward("), name

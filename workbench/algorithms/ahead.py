@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from workbench.algorithms.buffer import rollouts_of
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.marks import unmarked
 from workbench.algorithms.waiting import UNKNOWN, WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.display.interrupts import uninterrupted
@@ -29,95 +28,98 @@ def front(graph: Graph) -> tuple[Stage, ...]:
 
 def check_can_run_ahead(graph: Graph) -> None:
     """Raise `BadInput` where no iteration of this graph can be generated before the one under way is over."""
-    stages = front(graph)
     rule = "an iteration runs ahead up to its generation: lab.prompts.next, and stages that update nothing, before it"
-    if not stages:
-        raise BadInput(f"{graph.title} with staleness", f"{rule}; none of its stages generates", "leave staleness out")
-    first, *others = stages
-    if first.role != "prompts" or first.function is not None or first is not graph.stages[0]:
-        raise BadInput(f"{graph.title} with staleness", f"{rule}; it begins with {first.name!r}", "leave staleness out")
+    first, *others = front(graph) or (None,)
     wrong = [stage.name for stage in others if stage.updates or stage.role == "prompts"]
-    if wrong:
-        raise BadInput(f"{graph.title} with staleness", f"{rule}; {wrong[0]!r} comes before", "leave staleness out")
+    if first is None:
+        reason = "none of its stages generates"
+    elif first.role != "prompts" or first.function is not None or first is not graph.stages[0]:
+        reason = f"it begins with {first.name!r}"
+    elif wrong:
+        reason = f"{wrong[0]!r} comes before"
+    else:
+        return
+    raise BadInput(f"{graph.title} with staleness", f"{rule}; {reason}", "leave staleness out")
+
+
+@contextmanager
+def keeping(lab: Lab, stage: Stage, made: dict[str, Any]) -> Iterator[None]:
+    """Run a stage inside, and note the position: `made` has what workers gave before an interrupt is raised, and the
+    journal has both. So no update is made twice, also by a later kernel, and no prompts or samples are drawn again."""
+    operation = isinstance(stage.function, GroupOperation)
+    with ExitStack() as stack:
+        if operation or stage.role == "prompts":
+            stack.enter_context(uninterrupted())
+        if stage.role == "prompts":
+            stack.enter_context(lab.runner.ownership.together())
+        if operation:
+            take = partial(made.__setitem__, stage.name)
+            stack.enter_context(lab.runner.handing_over(stage.operation, take))
+        yield
 
 
 def draw_ahead(lab: Lab, graph: Graph, has_run: Callable[[str], None]) -> Batch:
     """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
 
-    has_run: told of each stage that was made.
+    has_run: called with the name of each stage that was made.
     """
-    stages = front(graph)
-    found = _begun(lab, tuple(stage.name for stage in stages))
-    counters = lab.runner.counters
+    stages, waiting, counters = front(graph), lab.buffer.waiting, lab.runner.counters
+    names = tuple(stage.name for stage in stages)
+    last = max([lab.iteration, *(found.iteration for found in waiting)])
+    interrupted = (found for found in waiting if found.stages == names and not found.whole)
+    found = next(interrupted, WaitingRollouts(iteration=last + 1, stages=names))
     reported, counters.last_metrics = counters.last_metrics, found.metrics
     try:
         for stage in stages:
-            if stage.name not in found.made:
-                _make(lab, graph, stage, found)
-                has_run(stage.name)
+            if stage.name in found.made:
+                continue
+            with keeping(lab, stage, found.made):
+                if stage.role == "prompts":
+                    found.made[stage.name] = lab.prompts.ahead(groups_of(stages), found.iteration)
+                    lab.buffer.waiting.append(found)
+                else:
+                    found.made[stage.name] = graph.call(stage, lab, found.made)
+                lab.note_position()
+            has_run(stage.name)
     finally:
         counters.last_metrics = reported
     return found.rollouts
 
 
-def _begun(lab: Lab, stages: tuple[str, ...]) -> WaitingRollouts:
-    """What waits and is not whole, as it was interrupted; else one more."""
-    waiting = lab.buffer.waiting
-    for found in waiting:
-        if found.stages == stages and not found.whole:
-            return found
-    last = max([lab.iteration, *(found.iteration for found in waiting)])
-    return WaitingRollouts(iteration=last + 1, stages=stages)
-
-
-def _make(lab: Lab, graph: Graph, stage: Stage, found: WaitingRollouts) -> None:
-    """Run one stage. A later kernel has its batch as soon as it is over: it draws no other prompts, nor other
-    samples."""
-    if stage.role == "prompts":
-        with uninterrupted(), lab.runner.ownership.together():
-            made = lab.prompts.ahead(groups_of([stage]), found.iteration)
-            found.made[stage.name] = made
-            lab.buffer.waiting.append(found)
-            lab.note_position()
-        return
-    take = partial(found.made.__setitem__, stage.name)
-    operation = isinstance(stage.function, GroupOperation)
-    with (
-        uninterrupted() if operation else nullcontext(),
-        lab.runner.handing_over(stage.operation, take) if operation else nullcontext(),
-    ):
-        found.made[stage.name] = graph.call(stage, lab, found.made)
-        lab.note_position()
-
-
 def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
     """Begin an iteration with rollouts that wait: what its stages up to generation made, and what left the buffer.
     Nothing where too few wait."""
-    stages = front(graph)
+    stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
     if not stages or stages[0] is not graph.stages[0] or stages[0].role != "prompts":
         return {}, []
-    buffer, groups = lab.buffer, groups_of(stages)
-    begun = [found for found in buffer.waiting if found.stages == names and not found.whole]
-    if buffer.count(names) >= groups:
-        chosen = buffer.choose(groups, names)
-        found = rollouts_of(chosen, lab.iteration + 1)
-        lab.prompts.begin()
-        taken = buffer.take_out(chosen)
-        _report(lab, found)
-        return dict(found.made), taken
-    if begun:  # its prompts are drawn; it generates now
-        lab.prompts.begin()
-        buffer.waiting.remove(begun[0])
-        lab.runner.counters.last_metrics.update(begun[0].metrics)
-        return dict(begun[0].made), begun[:1]
-    return {}, []
+    if buffer.count(names) < groups_of(stages):
+        begun = [found for found in buffer.waiting if found.stages == names and not found.whole][:1]
+        for found in begun:  # its prompts are drawn; it generates now
+            lab.prompts.begin()
+            buffer.waiting.remove(found)
+            counters.last_metrics.update(found.metrics)
+        return dict(begun[0].made) if begun else {}, begun
+    chosen = buffer.choose(groups_of(stages), names)
+    found = rollouts_of(chosen, lab.iteration + 1)
+    lab.prompts.begin()
+    taken = buffer.take_out(chosen)
+    counters.last_metrics.update(found.metrics)
+    versions = found.rows["weights_version"]
+    if found.version != UNKNOWN and "actor" in lab.weights:
+        ages = lab.weights["actor"].steps - versions
+        lab.report("buffer", {"age_steps/mean": float(ages.mean()), "age_steps/max": float(ages.max())})
+    lab.telemetry.append_event(
+        "drawn from the buffer", iteration=counters.iteration, of_iteration=found.iteration, prompts=found.groups(),
+        weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
+    )  # fmt: skip
+    return dict(found.made), taken
 
 
 def groups_of(stages: Sequence[Stage]) -> int:
     """How many prompts an iteration draws. stages: those up to generation."""
     first = stages[0]
-    return int(unmarked(first.kwargs.get("n", first.args[0] if first.args else 0)))
+    return int(first.kwargs.get("n", first.args[0] if first.args else 0))
 
 
 def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[[], object]) -> None:
@@ -127,16 +129,3 @@ def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[[], object]) -> 
     names, groups = tuple(stage.name for stage in stages), groups_of(stages)
     while lab.buffer.count(names) + groups <= staleness * groups:
         draw()
-
-
-def _report(lab: Lab, found: WaitingRollouts) -> None:
-    """Have the iteration's metrics say how old its rollouts are, and log the draw."""
-    counters, versions = lab.runner.counters, found.rows["weights_version"]
-    counters.last_metrics.update(found.metrics)
-    if found.version != UNKNOWN and "actor" in lab.weights:
-        ages = lab.weights["actor"].steps - versions
-        lab.report("buffer", {"age_steps/mean": float(ages.mean()), "age_steps/max": float(ages.max())})
-    lab.telemetry.append_event(
-        "drawn from the buffer", iteration=counters.iteration, of_iteration=found.iteration, prompts=found.groups(),
-        weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
-    )  # fmt: skip

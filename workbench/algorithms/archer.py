@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.data.reward_function import Weight
+from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.objectives.correction import Correction
-from workbench.settings.engines import Sampling
 from workbench.support.validation import PositiveFloat, PositiveInt
 
 
 @dataclass
-class ArCHer(Algorithm):
+class ArCHer(RolloutAlgorithm):
     """`ArCHer(lab, sampling=wb.Sampling(environment=...)).run(n)`: n iterations of the lines in `define`.
 
     High level: an action is a turn. The critic learns by temporal differences from turn to turn, V(s_k) towards
@@ -30,27 +25,19 @@ class ArCHer(Algorithm):
     alike to the same turn); the smaller of two critics; a target critic that follows slowly (here it is the critic at
     the beginning of the iteration); a token-level baseline. Values inside a turn are learned too, and are not read.
 
-    prompts: prompts an iteration; samples: conversations a prompt. sampling: needs an environment. reward: a function
-    of the reward role in place of the environment's rewards; reward_weights: as in `PPO`. lam: 0 is the paper's
-    one-step difference; more of it trusts the critic less, as GAE does. kl_coefficient: of the penalty against the
-    reference; at 0 no reference is needed. critic_epochs: passes of the critic over a batch, before the policy's. clip,
-    epochs: of the policy's update, from its second optimizer step on. correction: as in `GRPO`.
+    samples: conversations a prompt. sampling: needs an environment. reward: a function of the reward role in place of
+    the environment's rewards. lam: 0 is the paper's one-step difference; more of it trusts the critic less, as GAE
+    does. kl_coefficient: of the penalty against the reference; at 0 no reference is needed. critic_epochs: passes of
+    the critic over a batch, before the policy's. clip, epochs: of the policy's update, from its second optimizer step
+    on. Other fields: as in `PPO`.
     """
 
-    lab: Lab
-    prompts: int = 16
-    samples: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     gamma: float = 0.95
     lam: float = 0.0
     kl_coefficient: float = 0.0
     critic_epochs: PositiveInt = 4
     value_clip: PositiveFloat | None = None
     clip: float = 0.2
-    epochs: int = 1
-    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.environment is None:
@@ -66,7 +53,7 @@ class ArCHer(Algorithm):
                 'give reward={"right": right, "format": tidy} too',
             )
         scored = ["reward"] if self.reward is not None else []
-        self.need("critic", *(["reference"] if self.kl_coefficient else []), *scored)
+        self.need("critic", *self._penalty_role, *scored)
 
     def define(self, lab: Lab) -> None:
         batch, on_policy = self.rollouts(lab, penalised=bool(self.kl_coefficient))

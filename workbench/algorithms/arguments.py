@@ -43,7 +43,9 @@ def in_effect(values: Mapping[str, Any]) -> dict[str, str]:
 def fields_of(algorithm: Any, stage: str) -> dict[str, str]:
     """By argument, the field that it comes from: `define` is traced once for each field, with a mark in its place."""
     found: dict[str, str] = {}
-    for path, trial, marked in _trials(algorithm):
+    for path, name, value, marked in _marked_fields(algorithm):
+        trial = object.__new__(type(algorithm))
+        trial.__dict__.update(algorithm.__dict__, **{name: value, "_live": False})
         tracer = Tracer(algorithm.lab, type(algorithm).__name__)
         with suppress(Exception):  # a mark is no value for all that a `define` may do: what was traced before counts
             trial.define(tracer)
@@ -53,22 +55,16 @@ def fields_of(algorithm: Any, stage: str) -> dict[str, str]:
     return found
 
 
-def _trials(algorithm: Any) -> Iterator[tuple[str, Any, Any]]:
-    """For each field, and each field of its settings: the path, a copy of the algorithm with a mark there, the mark."""
+def _marked_fields(algorithm: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """For each field of settings, and each field: its path, the field of the algorithm, its value with a mark in it,
+    the mark."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
         if field.name == "lab":
             continue
-        if is_pydantic_dataclass(type(value)):
-            for inner in dataclasses.fields(value):
-                settings, marked = copy.copy(value), mark(getattr(value, inner.name))
-                settings.__dict__[inner.name] = marked
-                yield f"{field.name}.{inner.name}", _copy_with(algorithm, field.name, settings), marked
+        for inner in dataclasses.fields(value) if is_pydantic_dataclass(type(value)) else ():
+            settings, marked = copy.copy(value), mark(getattr(value, inner.name))
+            settings.__dict__[inner.name] = marked
+            yield f"{field.name}.{inner.name}", field.name, settings, marked
         marked = mark(value)
-        yield field.name, _copy_with(algorithm, field.name, marked), marked
-
-
-def _copy_with(algorithm: Any, name: str, value: Any) -> Any:
-    trial = object.__new__(type(algorithm))
-    trial.__dict__.update(algorithm.__dict__, **{name: value, "_live": False})
-    return trial
+        yield field.name, field.name, marked, marked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,11 @@ from workbench.algorithms.graph import Graph
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import STATUS
-from workbench.data.prompt_stream import PromptStream
 from workbench.display.curves import STROKES, Chart, Charted, Curve
 from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
-from workbench.stages.ownership import Ownership
 from workbench.stages.runner import StageRunner
 
 if TYPE_CHECKING:
@@ -41,21 +39,6 @@ class Arm:
     metrics: Mapping[str, float]
     ran: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
-
-
-@contextlib.contextmanager
-def prompts_kept(prompts: PromptStream, ownership: Ownership) -> Iterator[Callable[[], None]]:
-    """Put back the prompts that are drawn inside, at the end and when what this gives is called."""
-    put_back = prompts.kept()
-
-    def go_back() -> None:
-        put_back()
-        ownership.record()
-
-    try:
-        yield go_back
-    finally:
-        go_back()
 
 
 def downstream(graph: Graph, batch: Batch) -> list[str]:
@@ -100,28 +83,30 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
     plans = {}
     for name, algorithm in arms.items():
         if not isinstance(algorithm, Algorithm) or algorithm.lab is not lab:
-            raise BadInput(
-                f"arm {name!r}: {shown(algorithm)}", "an arm is an algorithm on this workbench", "wb.PPO(lab)"
-            )
+            rule = "an arm is an algorithm on this workbench"
+            raise BadInput(f"arm {name!r}: {shown(algorithm)}", rule, "wb.PPO(lab)")
         with _named(name):
             graph = algorithm.graph()
         todo = downstream(graph, batch)
         if any(graph[stage].role == "prompts" for stage in todo):
-            raise BadInput(
-                f"arm {name!r} on {batch!r}", "it has no prompts of its own", "give a batch of lab.prompts.next(n)"
-            )
+            remedy = "give a batch of lab.prompts.next(n)"
+            raise BadInput(f"arm {name!r} on {batch!r}", "it has no prompts of its own", remedy)
         plans[name] = (graph, todo)
     if not plans:
         raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
     counters, batches, done = runner.counters, runner.batches, list[Arm]()
-    before, looping = counters.last_metrics, batches.looping
+    before, looping, put_back_prompts = counters.last_metrics, batches.looping, lab.prompts.kept()
+
+    def put_back() -> None:
+        put_back_prompts()
+        runner.ownership.record()
+
     batches.looping = True
     try:
-        with (
-            prompts_kept(lab.prompts, runner.ownership) as put_back,
-            runner.snapshots.kept(*sorted(updated)) as go_back,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.callback(put_back)
+            go_back = stack.enter_context(runner.snapshots.kept(*sorted(updated)))
             for name, (graph, todo) in plans.items():
                 counters.last_metrics = {}
                 newest, values = batch, dict[str, Any]()
@@ -131,11 +116,9 @@ def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algo
                             values[stage.name] = graph.call(stage, lab, values)
                         else:
                             values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
-                        newest = values[stage.name] if isinstance(values[stage.name], type(batch)) else newest
-                metrics = {
-                    f"{stage}/{n}": v for stage, found in counters.last_metrics.items() for n, v in found.items()
-                }
-                taken = tuple(n for n in graph.names if n not in todo)
+                        newest = values[stage.name] if isinstance(values[stage.name], Batch) else newest
+                taken, told = tuple(n for n in graph.names if n not in todo), counters.last_metrics
+                metrics = {f"{stage}/{n}": value for stage, found in told.items() for n, value in found.items()}
                 done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
                 go_back()
                 put_back()
@@ -187,26 +170,23 @@ class Comparison(Charted):
             for arm in self.arms:
                 if name in arm.batch.columns:
                     column = arm.batch.fetch([name])[name]
-                    rows = column.rows() if isinstance(column, Ragged) else column
-                    found[arm.name] = [
-                        float(np.mean(np.asarray(row))) if np.size(row) else float("nan") for row in rows
-                    ]
+                    rows = map(np.asarray, column.rows() if isinstance(column, Ragged) else column)
+                    found[arm.name] = [float(np.mean(row)) if np.size(row) else float("nan") for row in rows]
             if not found:
                 raise BadInput(f"column {name!r}", "no arm has it")
             # arms may have made other numbers of rows
             self._frames[name] = pd.DataFrame({arm: pd.Series(values) for arm, values in found.items()})
         return self._frames[name]
 
+    def __repr__(self) -> str:
+        names = ", ".join(arm.name for arm in self.arms)
+        return f"<Comparison of {names} on {self.batch.name}: {len(self.df)} metrics>"
+
     def _same(self, name: str) -> bool:
         """Whether several arms have a column, and all of them the same numbers in it."""
         frame = self.column(name)
         first = frame.iloc[:, 0]
         return frame.shape[1] > 1 and all(values.equals(first) for _, values in frame.items())
-
-    def __repr__(self) -> str:
-        return (
-            f"<Comparison of {', '.join(arm.name for arm in self.arms)} on {self.batch.name}: {len(self.df)} metrics>"
-        )
 
     def _compared(self) -> tuple[list[str], list[str]]:
         """Columns of numbers that arms have: those that differ, and those that are the same in all."""

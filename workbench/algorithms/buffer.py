@@ -104,15 +104,25 @@ class Buffer:
     def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
         """The groups that `draw` would give. stages: only what these made; None: all."""
         self._priority.check(f"lab.buffer.draw({groups})")
-        fitting = [found for found in self.waiting if _fits(found, stages)]
+        fitting = [found for found in self.waiting if found.fits(stages)]
         if (there := self.count(stages)) < groups:
             raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait", "generate first, or draw fewer")
-        if self.priority is None and _groups(fitting[0]) == groups:
+        if self.priority is None and fitting[0].group_count == groups:
             return [(fitting[0], None)]
         places = [(found, uid) for found in fitting for uid in found.groups()]
         order = np.arange(len(places))
         if self.priority is not None:
-            order = np.argsort(-_numbers(self.priority(self._frame(fitting)), len(places)), kind="stable")
+            given = self.priority(self._frame(fitting))
+            try:
+                numbers = np.asarray(given, dtype=np.float64)
+            except (TypeError, ValueError):
+                numbers = np.empty(0)
+            if numbers.shape != (len(places),) or np.isnan(numbers).any():
+                raise BadInput(
+                    f"lab.buffer.priority gave {shown(given)}", f"must give one number a group, {len(places)} in all",
+                    "return a column of its frame, such as groups.reward.fillna(0)",
+                )  # fmt: skip
+            order = np.argsort(-numbers, kind="stable")
         chosen = dict[int, tuple[WaitingRollouts, list[int]]]()
         for found, uid in (places[place] for place in sorted(order[:groups].tolist())):
             chosen.setdefault(id(found), (found, []))[1].append(uid)
@@ -133,13 +143,13 @@ class Buffer:
 
     def count(self, stages: Sequence[str] | None = None) -> int:
         """How many groups wait that these stages made; None: all."""
-        return sum(_groups(found) for found in self.waiting if _fits(found, stages))
+        return sum(found.group_count for found in self.waiting if found.fits(stages))
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
         optimizer steps; None: all."""
         gone = [f for f in self.waiting if older_than is None or (f.whole and self.age(f) > older_than)]
-        count = sum(_groups(found) for found in gone if found.whole)
+        count = sum(found.group_count for found in gone if found.whole)
         self.waiting = [found for found in self.waiting if not any(found is other for other in gone)]
         return count
 
@@ -165,16 +175,7 @@ class Buffer:
         import pandas as pd
 
         rows = [
-            {
-                "iteration": found.iteration,
-                "prompt_uid": uid,
-                "weights_version": version,
-                "age_steps": self._steps_since(version),
-                "response_tokens": tokens,
-                "reward": reward,
-                "times_drawn": drawn,
-                "batch": found.rollouts.id,
-            }
+            (found.iteration, uid, version, self._steps_since(version), tokens, reward, drawn, found.rollouts.id)
             for found in self.waiting
             if found.whole
             for uid, version, tokens, reward, drawn in zip(*found.rows.values(), found.drawn, strict=True)
@@ -193,18 +194,11 @@ class Buffer:
         for found in waiting:
             for uid in found.groups():
                 here = found.rows["prompt_uid"] == uid
-                rows.append(
-                    {
-                        "iteration": found.iteration,
-                        "prompt_uid": uid,
-                        "rows": int(here.sum()),
-                        "weights_version": int(found.rows["weights_version"][here].min()),
-                        "age_steps": self._steps_since(found.rows["weights_version"][here].min()),
-                        "response_tokens": float(found.rows["response_tokens"][here].mean()),
-                        "reward": float(found.rows["reward"][here].mean()),
-                        "times_drawn": int(found.drawn[here].max()),
-                    }
-                )
+                _, versions, tokens, rewards = (column[here] for column in found.rows.values())
+                version, drawn = int(versions.min()), int(found.drawn[here].max())
+                means = float(tokens.mean()), float(rewards.mean())
+                count = int(here.sum())
+                rows.append((found.iteration, uid, count, version, self._steps_since(version), *means, drawn))
         names = ("iteration", "prompt_uid", "rows", "weights_version", "age_steps", "response_tokens", "reward")
         return pd.DataFrame(rows, columns=[*names, "times_drawn"])
 
@@ -251,28 +245,3 @@ class Buffer:
 def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
     """Groups that were chosen as those of one iteration."""
     return joined([found if uids is None else found.with_groups(uids) for found, uids in chosen], iteration)
-
-
-def _fits(found: WaitingRollouts, stages: Sequence[str] | None) -> bool:
-    return found.whole and (stages is None or found.stages == tuple(stages))
-
-
-def _groups(found: WaitingRollouts) -> int:
-    """How many groups it has; a row of the first batch of an iteration is a prompt."""
-    if found.stages and found.times_drawn is None:
-        return found.made[found.stages[0]].rows
-    return len(found.groups())
-
-
-def _numbers(given: Any, count: int) -> np.ndarray:
-    """The priorities that a function gave, one a group."""
-    try:
-        numbers = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
-        numbers = np.empty(0)
-    if numbers.shape != (count,) or np.isnan(numbers).any():
-        raise BadInput(
-            f"lab.buffer.priority gave {shown(given)}", f"must give one number a group, {count} in all",
-            "return a column of its frame, such as groups.reward.fillna(0)",
-        )  # fmt: skip
-    return numbers

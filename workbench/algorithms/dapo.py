@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm, GroupSize
+from workbench.algorithms.rollout_algorithm import GroupSize, RolloutAlgorithm
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
-from workbench.data.reward_function import Weight
-from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import with_variance
-from workbench.settings.engines import Sampling
 from workbench.support.intervals import clustered_half_width
 from workbench.support.validation import NonNegativeInt
 
 
 @dataclass
-class DAPO(Algorithm):
+class DAPO(RolloutAlgorithm):
     """`DAPO(lab).run(n)`: n iterations of the lines in `define`.
 
     Against GRPO: unequal clip bounds, a mean over all tokens of the batch, a penalty for responses that run into their
     limit, and dynamic sampling, see `dynamic_sampling`; no KL.
 
-    prompts: prompts an update; samples: responses a prompt, at least 2. rounds: how often more prompts may be drawn in
-    an iteration. overlong_buffer: tokens before `sampling.max_new_tokens` over which the penalty grows to 1; None: a
-    fifth of these, as in the paper; 0: no penalty. correction: as in `GRPO`.
+    prompts: prompts an update; samples: at least 2. rounds: how often more prompts may be drawn in an iteration.
+    overlong_buffer: tokens before `sampling.max_new_tokens` over which the penalty grows to 1; None: a fifth of these,
+    as in the paper; 0: no penalty. Other fields: as in `PPO`.
     """
 
-    lab: Lab
-    prompts: int = 16
     samples: GroupSize = 8
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     rounds: NonNegativeInt = 3
     overlong_buffer: int | None = None
     clip: float = 0.2
     clip_high: float = 0.28
-    epochs: int = 1
-    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         self.need("reward")
@@ -89,9 +78,8 @@ class DAPO(Algorithm):
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
-        kept: list[Batch] = []
-        others: list[Batch] = []
-        scores, drawn, rows, rounds = list[tuple[Tensor, Tensor]](), 0, 0, 0
+        kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
+        drawn = rows = rounds = 0
         while True:
             scores_N, varied_N, uids_N = _varied(batch)
             scores.append((scores_N, uids_N))
@@ -106,13 +94,8 @@ class DAPO(Algorithm):
             for stage in before:
                 made[stage.name] = stage.call(lab, made)
             batch = made[graph["dynamic_sampling"].inputs[0]]
-        metrics = {
-            "rounds": rounds,
-            "kept/fraction": rows / drawn,
-            "filled/fraction": max(0, wanted - rows) / wanted,
-            **_means(scores),
-        }
-        lab.report("dynamic_sampling", metrics)
+        shares = {"kept/fraction": rows / drawn, "filled/fraction": max(0, wanted - rows) / wanted}
+        lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
         whole = Batch.concat([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
         uids = whole.fetch(["prompt_uid"])["prompt_uid"]

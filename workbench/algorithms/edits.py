@@ -12,8 +12,7 @@ from typing import Any
 from workbench.algorithms.arguments import Argument, fields_of, in_effect
 from workbench.algorithms.graph import Graph
 from workbench.algorithms.live_fields import LiveFields, as_plain, is_same, value_in_effect
-from workbench.algorithms.open_updates import check_open_updates
-from workbench.algorithms.tracing import trace
+from workbench.algorithms.tracing import Tracer
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checks_calls
@@ -26,6 +25,7 @@ Once = Mapping[str, Mapping[str, Any]]  # arguments of the next run of a stage a
 class StageEdits(LiveFields, ABC):
     """Base of the algorithms: `graph` is what `define` calls, with all that was changed since."""
 
+    _made: dict[str, Any]
     _edits: list[Callable[[Graph], Graph]]
     _once: Once = MappingProxyType({})  # replaced as a whole: a panel's thread changes it, too
     _under_way = False  # an iteration has begun and is not over
@@ -37,9 +37,14 @@ class StageEdits(LiveFields, ABC):
         """The stages of one iteration. `graph` also runs it on stand-ins, so it must not read the rows of a batch."""
 
     @property
-    @abstractmethod
     def made(self) -> dict[str, Any]:
         """What the stages of the newest iteration have made so far, by name: batches and metrics."""
+        return self._made
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an iteration has begun, and is not over."""
+        return self._under_way
 
     @abstractmethod
     def _end(self) -> None:
@@ -49,11 +54,9 @@ class StageEdits(LiveFields, ABC):
         """The stages of one iteration, with the present fields and edits."""
         return self._graph_with(self._once)
 
-    def _graph_with(self, once: Once) -> Graph:
-        return self._with(once, self._lasting_graph())
-
-    @staticmethod
-    def _with(once: Once, graph: Graph) -> Graph:
+    def _graph_with(self, once: Once, lasting: Graph | None = None) -> Graph:
+        """With arguments of the next runs alone. lasting: the graph without them; default: the present one."""
+        graph = lasting or self._lasting_graph()
         for stage, arguments in once.items():
             if stage in graph.names:  # a field may have taken it out
                 graph = graph.replaced(stage, None, arguments)
@@ -61,12 +64,14 @@ class StageEdits(LiveFields, ABC):
 
     def _written_graph(self) -> Graph:
         """As `define` has it."""
-        return trace(self.lab, self.define, type(self).__name__)
+        tracer = Tracer(self.lab, type(self).__name__)
+        self.define(tracer)
+        return tracer.graph()
 
     def _lasting_graph(self) -> Graph:
         """Without what holds for one run only."""
         graph = self._written_graph()
-        for edit in self._all_edits():
+        for edit in self._edits:
             graph = edit(graph)
         return graph
 
@@ -81,8 +86,8 @@ class StageEdits(LiveFields, ABC):
         """
         before = self.graph()
         self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
-        known = self._all_replaced.get(stage, {})
-        self._all_replaced[stage] = None if function is not None or known is None else {**known, **arguments}
+        known = self._replaced.get(stage, {})
+        self._replaced[stage] = None if function is not None or known is None else {**known, **arguments}
         if function is None:
             self._note_arguments(before, stage, arguments)
 
@@ -108,26 +113,21 @@ class StageEdits(LiveFields, ABC):
         now, lasting, written = self.graph()[stage], self._lasting_graph()[stage], self._written_graph()
         first = written[stage].given_arguments if stage in written.names else {}
         fields = {} if lasting.edited or stage not in written.names else fields_of(self, stage)
-        given, later, once = now.given_arguments, lasting.given_arguments, self._once.get(stage, {})
-        title, found = type(self).__name__, list[Argument]()
-        meaning = in_effect({**now.defaults, **given})
-        for name in dict.fromkeys([*now.defaults, *given]):
-            default = now.defaults.get(name, Parameter.empty)
-            if (value := given.get(name, default)) is Parameter.empty:
-                continue  # a batch
-            replaced = (
-                bool(self._all_edits()) and name in later and not (name in first and is_same(first[name], later[name]))
-            )
-            field = "" if replaced else fields.get(name, "")
-            if name in once:
+        given, later, defaults = now.given_arguments, lasting.given_arguments, now.defaults
+        values = {name: value for name, value in {**defaults, **given}.items() if value is not Parameter.empty}
+        title, found, meaning = type(self).__name__, list[Argument](), in_effect(values)
+        for name, value in values.items():
+            default, told = defaults.get(name, Parameter.empty), meaning.get(name, "")
+            same = name not in later or (name in first and is_same(first[name], later[name]))
+            field = fields.get(name, "") if same or not self._edits else ""
+            if name in self._once.get(stage, {}):
                 source = "changed for the next run"
-            elif replaced:
+            elif self._edits and not same:
                 source = "changed for this stage"
             elif field:
                 source = f"{title}.{field}" + (", changed" if self._is_changed(field) else "")
             else:
                 source = f"{title}.define" if name in given else "default"
-            told = meaning.get(name, "")
             found.append(Argument(name=name, value=value, default=default, source=source, field=field, in_effect=told))
         return found
 
@@ -169,30 +169,19 @@ class StageEdits(LiveFields, ABC):
         what has run on what it made runs again, as in `replace`."""
         self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
 
-    @property
-    def _all_replaced(self) -> dict[str, dict[str, Any] | None]:
-        if "_replaced" not in self.__dict__:
-            self._replaced = {}
-        return self._replaced
-
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
-        plain = {stage: as_plain(arguments or {}) for stage, arguments in self._all_replaced.items()}
+        plain = {stage: as_plain(arguments or {}) for stage, arguments in self._replaced.items()}
         return {stage: arguments for stage, arguments in plain.items() if arguments}
 
     def _take_arguments(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what `_kept_arguments` gave; what was replaced since stays as it is."""
         for stage, arguments in kept.items():
-            if (now := self._all_replaced.get(stage, {})) is None:
+            if (now := self._replaced.get(stage, {})) is None:
                 continue
             new = {name: value for name, value in arguments.items() if name not in now}
-            self._all_edits().append(partial(_with_arguments, stage, new))
-            self._all_replaced[stage] = {**now, **new}
-
-    def _all_edits(self) -> list[Callable[[Graph], Graph]]:
-        if not hasattr(self, "_edits"):
-            self._edits = []
-        return self._edits
+            self._edits.append(partial(_with_arguments, stage, new))
+            self._replaced[stage] = {**now, **new}
 
     def _edit(self, edit: Callable[[Graph], Graph], what: str, *, again: str | None = None) -> None:
         """Apply an edit. again: the stage whose output is out of date after it."""
@@ -206,9 +195,9 @@ class StageEdits(LiveFields, ABC):
                 "finish the iteration first, with iterate(), or give it up, with restart(): the update stays",
             )
         once = {name: arguments for name, arguments in self._once.items() if name != again}
-        self._check_open_updates(what, self._with(once, after), stale)
+        self._check_open_updates(what, self._graph_with(once, after), stale)
         self._once = once
-        self._all_edits().append(edit)
+        self._edits.append(edit)
         for name in stale:
             del self.made[name]
         if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
@@ -227,7 +216,7 @@ class StageEdits(LiveFields, ABC):
 
     def _check_open_updates(self, what: str, after: Graph, stale: Collection[str] = ()) -> None:
         if self._under_way:
-            check_open_updates(self.lab, what, self.made.keys(), self.graph(), after, stale)
+            self.graph().check_open_updates(self.lab, what, self.made.keys(), after, stale)
 
     def _note_arguments(self, before: Graph, stage: str, arguments: Mapping[str, Any], how: str = "") -> None:
         was = {**before[stage].defaults, **before[stage].given_arguments}

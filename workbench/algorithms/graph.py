@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.marks import unmarked
+from workbench.batches.batch import Batch
 from workbench.batches.schema import SCHEMA
+from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, truncation
@@ -32,7 +34,8 @@ class Stage:
     name: unique in its graph: as `reported_as` said, or the operation's; a second one is called operation_2.
     role: a role of the workbench, "numeric" (arithmetic on the actor's hosts), "prompts" (a batch that starts an
     iteration), "batch" (a batch's own method) or "notebook" (a function).
-    columns: what its batch has then; None where that is not known before it runs, or it makes no batch.
+    columns: what its batch has then; None where that is not known before it runs (after functions and a batch's own
+    methods), or it makes no batch.
     """
 
     name: str
@@ -52,20 +55,32 @@ class Stage:
     @property
     def code(self) -> str:
         """A short text, equal for equal code and arguments; empty for what is no operation of a role."""
-        if not isinstance(self.function, GroupOperation):
+        operation = self.function
+        if not isinstance(operation, GroupOperation):
             return ""
-        return self.function.code(*self.function.arguments(self.args, self.kwargs))
+        return operation.code(*operation.arguments(self.args, self.kwargs))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of an operation of a role, checked; of other stages none."""
+        operation = self.function
+        return operation.arguments(self.args, self.kwargs)[0] if isinstance(operation, GroupOperation) else {}
+
+    @property
+    def _method(self) -> Callable[..., Any]:
+        """What draws prompts, or a batch's own method; its first parameter is the stream, or the batch."""
+        return PromptStream.next if self.role == "prompts" else getattr(Batch, self.operation)
 
     @property
     def _parameters(self) -> list[inspect.Parameter]:
         """What it takes beside batches."""
         if isinstance(self.function, GroupOperation):
             signature, batches = self.function.__signature__, int(self.function.operation.takes_batch)
-        elif self.role in ("prompts", "batch") and (self.role == "batch" or self.function is None):
-            signature, batches = inspect.signature(_method(self)), 1
+        elif self.function is None:
+            signature, batches = inspect.signature(self._method), 1
         else:
             try:
-                signature, batches = inspect.signature(self.function or _method(self)), len(self.inputs)
+                signature, batches = inspect.signature(self.function), len(self.inputs)
             except (TypeError, ValueError):  # of some functions written in C
                 return []
         return list(signature.parameters.values())[batches:]
@@ -85,16 +100,13 @@ class Stage:
 
     def given(self, arguments: Mapping[str, Any]) -> Stage:
         """Prompts, or a batch's own method, with other arguments; `BadInput` where it takes none of that name."""
-        signature = inspect.signature(_method(self))
+        signature, hints = inspect.signature(self._method), hints_of(self._method)
         names = list(signature.parameters)[1:]
         try:
             signature.bind_partial(None, **arguments)
         except TypeError as error:
             raise BadInput(f"{self.name} with {', '.join(arguments)}", f"it takes {', '.join(names)}") from error
-        hints = hints_of(_method(self))
-        arguments = {
-            name: checked(name, value, hints[name]) if name in hints else value for name, value in arguments.items()
-        }
+        arguments = {name: checked(name, value, hints.get(name, Any)) for name, value in arguments.items()}
         if signature.parameters[names[0]].kind is inspect.Parameter.VAR_POSITIONAL:
             return replace(self, kwargs={**self.kwargs, **arguments})
         # by name, so that a new value takes the place of one that was given by position
@@ -150,8 +162,6 @@ class Graph:
 
         Raises `StageError` where later stages take a batch from it and it makes none.
         """
-        from workbench.batches.batch import Batch
-
         made = stage.call(lab, values)
         takers = self.consumers(stage.name)
         if takers and not isinstance(made, Batch):
@@ -169,22 +179,43 @@ class Graph:
         for stage in self.stages:
             have = self[stage.inputs[0]].columns if stage.inputs else None
             if have is not None and isinstance(stage.function, GroupOperation):
-                arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
-                stage.function.check_columns(arguments, have)
+                stage.function.check_columns(stage.arguments, have)
 
     def check_corrections(self, title: str) -> None:
         """Raise `BadInput` where a stage corrects for rollouts that an earlier stage samples from some tokens only.
         title: begins the message."""
-
-        def arguments(stage: Stage) -> Mapping[str, Any]:
-            operation = isinstance(stage.function, GroupOperation)
-            return stage.function.arguments(stage.args, stage.kwargs)[0] if operation else {}  # type: ignore[union-attr]
-
         for stage in self.stages:
-            if stage.samples and (truncated := truncation(given := arguments(stage))) and not given.get("keep_mask"):
+            given = stage.arguments if stage.samples else {}
+            if (truncated := truncation(given)) and not given.get("keep_mask"):
                 for name in self.behind(stage.name):
-                    if correction := arguments(self[name]).get("correction"):
+                    if correction := self[name].arguments.get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)
+
+    def check_open_updates(
+        self, lab: Lab, what: str, made: Set[str], after: Graph, stale: Collection[str] = ()
+    ) -> None:
+        """Raise `BadInput` where an update that an interrupt left between two of its steps would begin anew, and take
+        steps twice.
+
+        what: the change, for the message; after: the graph with it. made: the stages that have run; stale: those of
+        them that would run again.
+        """
+        opened = lab.runner.live.open_updates()
+        for stage in self.stages:
+            if stage.name in made or f"{stage.role}.{stage.operation}" not in opened:
+                continue
+            if self._left(stage.name, made) != after._left(stage.name, made - {*stale}):
+                raise BadInput(
+                    what,
+                    f"an interrupt left {stage.name!r} between two of its steps: with this it would begin anew, and "
+                    "take steps twice",
+                    "finish the iteration first, with the same call; or give it up, with restart(): the steps stay",
+                )
+
+    def _left(self, until: str, made: Set[str]) -> list[tuple[str, str, tuple[str, ...]]]:
+        """The stages that have not run, up to one and with it, as texts of their code and arguments."""
+        stages = self.stages[: self.names.index(until) + 1] if until in self.names else ()
+        return [(stage.name, stage.code, stage.inputs) for stage in stages if stage.name not in made]
 
     def check_rows(self, title: str, known: Mapping[str, int] | None = None) -> None:
         """Raise `BadInput` where the rows of a stage's batch cannot be dealt out to its ranks and minibatches.
@@ -195,13 +226,13 @@ class Graph:
         rows: dict[str, int | None] = dict(known or {})
         for stage in self.stages:
             given = rows.get(stage.inputs[0]) if stage.inputs else None
+            n = stage.kwargs.get("n", stage.args[0] if stage.args else None)
             if given is not None and stage.samples:
                 given *= stage.kwargs.get("samples", 1)
             if stage.role == "prompts":
-                given = stage.kwargs.get("n", stage.args[0] if stage.args else None)
+                given = n
             elif stage.role == "batch" and stage.operation not in KEEP_ROWS:
-                repeated = stage.kwargs.get("n", stage.args[0] if stage.args else None)
-                given = given * repeated if given is not None and stage.operation == "repeat" else None
+                given = given * n if given is not None and stage.operation == "repeat" else None
             elif stage.role == "notebook":
                 given = rows.get(stage.name)
             rows[stage.name] = given
@@ -219,9 +250,7 @@ class Graph:
         made_by: dict[str, dict[str, str]] = {}
         found: dict[str, set[str]] = {}
         for stage in self.stages:
-            columns: dict[str, str] = {}
-            for name in stage.inputs:
-                columns |= made_by[name]
+            columns = {column: maker for name in stage.inputs for column, maker in made_by[name].items()}
             found[stage.name] = {columns[column] for column in stage.reads if column in columns} or set(stage.inputs)
             # what a function or a batch's method writes is not known: all that follows comes through it
             opaque = stage.role in ("batch", "notebook")
@@ -258,12 +287,8 @@ class Graph:
         gone = self[name]
         if not gone.inputs and self.consumers(name):
             raise BadInput(f"removing {name!r}", "nothing comes before it, and others need it")
-        stages = [
-            stage if name not in stage.inputs else _rewired(stage, name, gone.inputs[0])
-            for stage in self.stages
-            if stage.name != name
-        ]
-        return self.checked(stages)
+        before = gone.inputs[0] if gone.inputs else ""
+        return self.checked([_rewired(stage, name, before) for stage in self.stages if stage.name != name])
 
     def checked(self, stages: Iterable[Stage]) -> Graph:
         """The graph of these stages; `BadInput` where one lacks a column that it reads."""
@@ -273,23 +298,17 @@ class Graph:
             have = known[stage.inputs[0]] if stage.inputs else ()
             missing = [] if have is None else [column for column in stage.reads if column not in have]
             if missing:
-                if missing[0] not in SCHEMA and isinstance(
-                    stage.function, GroupOperation
-                ):  # a user's function asks for it
-                    arguments, _ = stage.function.arguments(stage.args, stage.kwargs)
-                    stage.function.check_columns(arguments, have or ())
+                if missing[0] not in SCHEMA and isinstance(stage.function, GroupOperation):  # a user's function asks
+                    stage.function.check_columns(stage.arguments, have or ())
                 near = meant(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",
                     near or "keep the stage that writes it, or replace this one too",
                 )
-            if stage.role in ("batch", "notebook"):
-                after = stage.columns if stage.role == "batch" else None
-            else:
-                after = None if have is None else tuple(dict.fromkeys((*have, *stage.writes)))
-            known[stage.name] = after
-            out.append(replace(stage, columns=after))
+            unknown = have is None or stage.role in ("batch", "notebook")
+            known[stage.name] = None if unknown else tuple(dict.fromkeys((*(have or ()), *stage.writes)))
+            out.append(replace(stage, columns=known[stage.name]))
         return Graph(self.title, tuple(out))
 
     def __repr__(self) -> str:
@@ -301,13 +320,6 @@ class Graph:
         return draw(self)
 
 
-def _method(stage: Stage) -> Callable[..., Any]:
-    from workbench.batches.batch import Batch
-    from workbench.data.prompt_stream import PromptStream
-
-    return PromptStream.next if stage.role == "prompts" else getattr(Batch, stage.operation)
-
-
 def _rewired(stage: Stage, old: str, new: str) -> Stage:
     inputs = tuple(new if name == old else name for name in stage.inputs)
     args = tuple(StandIn(new) if isinstance(a, StandIn) and a.stage == old else a for a in stage.args)
@@ -315,43 +327,25 @@ def _rewired(stage: Stage, old: str, new: str) -> Stage:
 
 
 def stage_of(
-    function: Callable[..., Any],
-    name: str,
-    inputs: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., Any], name: str, inputs: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Stage:
     """A stage of an operation or a function, its arguments checked."""
     if not callable(function):
         raise BadInput(f"stage {name!r}: {shown(function)}", "a stage is an operation, or a function of a batch")
-    if isinstance(function, GroupOperation):
-        function = function.now
-        operation = function.operation
-        plain = {name: unmarked(value) for name, value in kwargs.items()}
-        arguments, _ = function.arguments(tuple(map(unmarked, args)), plain)
+    if not isinstance(function, GroupOperation):
+        called = getattr(function, "__name__", type(function).__name__)
         return Stage(
-            name=name,
-            role=function.group.role,
-            operation=operation.name,
-            inputs=inputs[:1] if operation.takes_batch else (),
-            args=args,
-            kwargs=dict(kwargs),
-            reads=operation.needed(arguments) if operation.takes_batch else (),
-            writes=operation.written(arguments),
-            updates=operation.updates,
-            samples=operation.samples,
-            function=function,
+            name=name, role="notebook", operation=called, inputs=inputs, args=args, kwargs=kwargs, function=function
         )
-    operation_name = getattr(function, "__name__", type(function).__name__)
+    function = function.now
+    operation, takes_batch = function.operation, function.operation.takes_batch
+    plain = {name: unmarked(value) for name, value in kwargs.items()}
+    arguments, _ = function.arguments(tuple(map(unmarked, args)), plain)
     return Stage(
-        name=name,
-        role="notebook",
-        operation=operation_name,
-        inputs=inputs,
-        args=args,
-        kwargs=dict(kwargs),
-        function=function,
-    )
+        name=name, role=function.group.role, operation=operation.name, inputs=inputs[:1] if takes_batch else (),
+        args=args, kwargs=kwargs, reads=operation.needed(arguments) if takes_batch else (),
+        writes=operation.written(arguments), updates=operation.updates, samples=operation.samples, function=function,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.data.reward_function import Weight
+from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.correction import Correction
 from workbench.objectives.covariance import CovarianceLoss
-from workbench.settings.engines import Sampling
 from workbench.support.validation import PositiveInt
 
 
 @dataclass
-class GRPO(Algorithm):
+class GRPO(RolloutAlgorithm):
     """`GRPO(lab).run(n)`: n iterations of the calls in `define`.
 
-    prompts: prompts an iteration; samples: responses a prompt, at least 2 unless `estimator` is a function. reward,
-    reward_weights: as in `PPO`.
+    samples: at least 2 unless `estimator` is a function.
     kl_coefficient, kl: penalty against the reference in the loss, and its form (see `kl.kl_loss`); at 0 no reference is
     needed. aggregation: how token losses become one; the paper's is "sequence-mean-token-mean". loss, estimator: by
     name, or functions of one's own, see `update_actor` and `compute_advantages`. clip, clip_high, dual_clip,
-    entropy_coefficient: as in `update_actor`; without them a loss with a name has the clips of its paper. correction:
-    for rollouts of another distribution than the trainer's, see `Correction`. Its variants:
+    entropy_coefficient: as in `update_actor`; without them a loss with a name has the clips of its paper. Other
+    fields: as in `PPO`. Its variants:
 
         Dr. GRPO    estimator="dr_grpo", aggregation="fixed-length"              arXiv:2503.20783
         GSPO        loss="gspo"                                                  arXiv:2507.18071
@@ -48,29 +44,23 @@ class GRPO(Algorithm):
     tokens in their place.
     """
 
-    lab: Lab
     prompts: int = 4
     samples: PositiveInt = 4
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     estimator: str | Callable[..., Any] = "grpo"
     loss: str | CovarianceLoss | Callable[..., Any] = "ppo"
     kl_coefficient: float = 0.0
     kl: str = "k3"
-    correction: Correction | None = None
     clip: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0
-    epochs: int = 1
     aggregation: Aggregation = "sequence-mean-token-mean"
 
     def __post_init__(self) -> None:
         if self.samples < 2 and not callable(self.estimator):
             why = f"must be at least 2: the baseline of estimator={self.estimator!r} is the other samples of a prompt"
             raise BadInput(f"GRPO.samples={self.samples}", why, "write samples=4, its default")
-        self.need("reward", *(["reference"] if self.kl_coefficient else []))
+        super().__post_init__()
 
     def define(self, lab: Lab) -> None:
         batch, on_policy = self.rollouts(lab, reference=bool(self.kl_coefficient))

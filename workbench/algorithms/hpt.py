@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm, GroupSize
+from workbench.algorithms.loop import Algorithm
+from workbench.algorithms.rollout_algorithm import GroupSize
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
@@ -109,24 +110,16 @@ class HPT(Algorithm):
             for name in sampled:  # an empty set of tokens: all could be drawn
                 columns[name][row] = torch.zeros(0 if name == "sampling_mask_ids" else len(ids))
         made: dict[str, Any] = {"demonstrated": demonstrated, "prompt_uid": torch.tensor(prompts)}
-        for name, dtype in (
-            ("response_ids", torch.int64),
-            ("response_mask", torch.bool),
-            ("advantages", torch.float32),
-            *((name, torch.int32 if name in MASK_COLUMNS else torch.float32) for name in sampled),
-        ):
+        dtypes = {"response_ids": torch.int64, "response_mask": torch.bool, "advantages": torch.float32}
+        dtypes |= {name: torch.int32 if name in MASK_COLUMNS else torch.float32 for name in sampled}
+        for name, dtype in dtypes.items():
             made[name] = Ragged.of([row.to(dtype) for row in columns[name]], dtype)
         for name in counting:
             made[name] = torch.as_tensor(table[name]).bool() | demonstrated
-        metrics = {
-            "pass_rate/mean": sum(rates.values()) / len(rates),
-            "demonstrated/fraction": len(seen) / len(rates),
-        }
-        self.lab.report("choose", metrics)
-        of_prompts = batch.drop(
-            *(name for name in batch.names if name not in ("prompt", "prompt_ids", "demonstration"))
-        )
-        return of_prompts.join(self.lab.put(made, meta=batch.meta))
+        mean, fraction = sum(rates.values()) / len(rates), len(seen) / len(rates)
+        self.lab.report("choose", {"pass_rate/mean": mean, "demonstrated/fraction": fraction})
+        others = (name for name in batch.names if name not in ("prompt", "prompt_ids", "demonstration"))
+        return batch.drop(*others).join(self.lab.put(made, meta=batch.meta))
 
     def _pass_rates(self, table: Mapping[str, Any]) -> dict[int, float]:
         """Of each prompt by its number: the share of its valid responses that pass, 0 where none is valid."""
@@ -134,8 +127,7 @@ class HPT(Algorithm):
         scores_N = response_scores(rewards.pad() if isinstance(rewards, Ragged) else rewards, mask.pad())
         valid_N = torch.as_tensor(table.get("valid", torch.ones(len(uids)))).bool()
         passed_N: Tensor = (scores_N >= self.passing) & valid_N
-        found = {}
-        for prompt in dict.fromkeys(uids.tolist()):
-            of_prompt = uids == prompt
-            found[prompt] = float(passed_N[of_prompt].sum() / valid_N[of_prompt].sum().clamp(min=1))
-        return found
+        return {
+            prompt: float(passed_N[uids == prompt].sum() / valid_N[uids == prompt].sum().clamp(min=1))
+            for prompt in dict.fromkeys(uids.tolist())
+        }

@@ -17,16 +17,6 @@ from workbench.stages.runner import StageRunner
 from workbench.telemetry.store import TelemetryStore
 
 
-class Progress(Protocol):
-    """Where the algorithms of a workbench stand: see `workbench.session.position`."""
-
-    algorithm: Any
-    saved_algorithm: dict[str, Any] | None
-    first_states: dict[str, dict[str, Any]]
-
-    def take_up(self, algorithm: Any) -> None: ...
-
-
 class Lab(Protocol):
     """The public calls of a `Workbench` that algorithms, comparisons and checks use; its roles are attributes."""
 
@@ -35,11 +25,9 @@ class Lab(Protocol):
     prompts: PromptStream
     runner: StageRunner
     telemetry: TelemetryStore
-
     buffer: Buffer
+    position: Any  # of its algorithms: see `workbench.session.position`
 
-    @property
-    def position(self) -> Progress: ...
     @property
     def description(self) -> Description: ...
     @property

@@ -7,13 +7,11 @@ import importlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.open_updates import check_open_updates
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import clips_in_effect
@@ -35,7 +33,7 @@ class LiveFields:
     lab: Lab
     taken_up: bool = False  # from a checkpoint
     _live = False  # it is made, and an assignment is a change
-    _changed: dict[str, Any]  # by field, a value, or a dict of the fields of settings
+    _changed: dict[str, None]  # fields that were assigned since, and fields of settings: "clip", "sampling.temperature"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the values of fields before `__post_init__`, and from its end on each assignment."""
@@ -44,128 +42,100 @@ class LiveFields:
 
     def _go_live(self) -> None:
         """It is made: from here on an assignment is a change."""
-        me: Any = self
-        for field in dataclasses.fields(me):
-            if isinstance(value := self.__dict__.get(field.name), Mapping):
-                self.__dict__[field.name] = self._owned_mapping(field.name, value)
+        for name in fields_by_name(self):
+            if isinstance(value := self.__dict__.get(name), Mapping):  # a plain one, as the check of fields gave it
+                self.__dict__[name] = self._owned(name, value)
         self.__dict__["_live"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; `BadInput` for a name that is none, which no stage would read, and for a value that the
         algorithm would not be made with."""
-        known: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
-        named = {field.name: field for field in known}
-        if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
-            raise BadInput(
-                f"{type(self).__name__}.{name} = {shown(value)}",
-                f"its fields are {', '.join(named)}",
-                meant(name, list(named)) or f"a field of one's own is written in the class: {name}: float = 0.0",
-            )
+        named, title = fields_by_name(self), type(self).__name__
+        rule = f"its fields are {', '.join(named)}"
         own = getattr(type(self), name, None)
+        if name not in named and named and not name.startswith("_") and not hasattr(type(self), name):
+            remedy = meant(name, named) or f"a field of one's own is written in the class: {name}: float = 0.0"
+            raise BadInput(f"{title}.{name} = {shown(value)}", rule, remedy)
         if name not in named and (
             (isinstance(own, property) and own.fset is None) or (callable(own) and not callable(value))
         ):
-            raise BadInput(
-                f"{type(self).__name__}.{name} = {shown(value)}",
-                "it is a part of the algorithm, not a setting",
-                f"its fields are {', '.join(named)}",
-            )
+            raise BadInput(f"{title}.{name} = {shown(value)}", "it is a part of the algorithm, not a setting", rule)
         if name not in named or not self._live:
             object.__setattr__(self, name, self._owned(name, value) if name in named else value)
             return
-        before, hints = getattr(self, name), hints_of(type(self))
-        if name in hints and not (value is None and named[name].default is None):
-            value = checked(f"{type(self).__name__}.{name}", value, hints[name], named[name].default)
+        before, hints, default = getattr(self, name), hints_of(type(self)), named[name].default
+        if name in hints and not (value is None and default is None):
+            value = checked(f"{title}.{name}", value, hints[name], default)
         if is_same(before, value):
             return
         trial: Any = object.__new__(type(self))
         trial.__dict__.update(self.__dict__, **{name: value, "_live": False, "taken_up": True})
         trial.__post_init__()
         me: Any = self
-        if self.__dict__.get("_under_way"):
-            what = f"{type(self).__name__}.{name} = {shown(value)}"
-            check_open_updates(self.lab, what, me.made.keys(), me.graph(), trial.graph())
-        self._note_change(name, before, value)
+        if me.under_way:
+            what = f"{title}.{name} = {shown(value)}"
+            me.graph().check_open_updates(self.lab, what, me.made.keys(), trial.graph())
         object.__setattr__(self, name, self._owned(name, trial.__dict__[name]))
+        self._note_change(name, before, value)
 
     def _owned(self, name: str, value: Any) -> Any:
         """A value that may be settings, or a mapping, which then can be assigned to."""
-        if isinstance(value, Mapping):
-            return self._owned_mapping(name, value)
-        if isinstance(value, type) or not is_pydantic_dataclass(type(value)):
-            return value
-
-        me = weakref.ref(self)  # an algorithm, and the batches that it made, are released with the last variable
-
-        def assign(field: str, one: Any) -> Any:
-            if (algorithm := me()) is None:
-                raise BadInput(f"{field} = {shown(one)}", "the algorithm of these settings is gone", "make it anew")
-            now = getattr(algorithm, name)
-            if field not in {known.name for known in dataclasses.fields(now)}:
-                raise BadInput(
-                    f"{type(algorithm).__name__}.{name}.{field} = {shown(one)}",
-                    f"its fields are {', '.join(known.name for known in dataclasses.fields(now))}",
-                    meant(field, [known.name for known in dataclasses.fields(now)]),
-                )
-            setattr(algorithm, name, dataclasses.replace(now, **{field: one}))
-            return getattr(getattr(algorithm, name), field)
-
-        return owned(value, assign)
-
-    def _owned_mapping(self, name: str, value: Mapping[str, Any]) -> LiveMapping:
+        # weak: an algorithm, and the batches that it made, are released with the last variable
         me, called = weakref.ref(self), f"{type(self).__name__}.{name}"
 
-        def assign(changed: dict[str, Any]) -> Any:
+        def owner(what: str) -> Any:
             if (algorithm := me()) is None:
-                raise BadInput(f"{called} = {shown(changed)}", "the algorithm of this field is gone", "make it anew")
-            setattr(algorithm, name, changed)
+                raise BadInput(what, "the algorithm of this field is gone", "make it anew")
+            return algorithm
+
+        def assign(values: dict[str, Any]) -> Any:
+            algorithm = owner(f"{called} = {shown(values)}")
+            setattr(algorithm, name, values)
             return getattr(algorithm, name)
 
-        return LiveMapping(value, assign)
+        def assign_field(field: str, value: Any) -> Any:
+            algorithm = owner(what := f"{called}.{field} = {shown(value)}")
+            now = getattr(algorithm, name)
+            if field not in (known := fields_by_name(now)):
+                raise BadInput(what, f"its fields are {', '.join(known)}", meant(field, known))
+            setattr(algorithm, name, dataclasses.replace(now, **{field: value}))
+            return getattr(getattr(algorithm, name), field)
+
+        if isinstance(value, Mapping):
+            return LiveMapping(value, assign)
+        return owned(value, assign_field) if is_pydantic_dataclass(type(value)) else value
 
     def _note_change(self, name: str, before: Any, after: Any) -> None:
-        """Record a change, one a field of settings."""
-        called, known = f"{type(self).__name__}.{name}", self._changed_fields.get(name)
-        kept = MappingProxyType(dict(after)) if isinstance(after, Mapping) else after
-        changes = [(called, *(value_in_effect(self.__dict__, name, value) for value in (before, after)))]
-        if dataclasses.is_dataclass(after) and type(before) is type(after):
-            names = [field.name for field in dataclasses.fields(after)]
-            new = {
-                field: getattr(after, field)
-                for field in names
-                if not is_same(getattr(before, field), getattr(after, field))
-            }
-            changes = [(f"{called}.{field}", getattr(before, field), value) for field, value in new.items()]
-            if not dataclasses.is_dataclass(known):  # else they were assigned whole, and are kept whole
-                kept = {**(known or {}), **new}
-        self._changed_fields[name] = kept  # first: the journal's entry, which a later kernel reads, holds them
-        for change in changes:
-            self.lab.runner.live.note(*change)
-
-    @property
-    def _changed_fields(self) -> dict[str, Any]:
-        """What was assigned while it lived: by field, the value, or a dict of those fields of settings that were. A
-        value that is a mapping is kept as a `MappingProxyType`."""
-        if "_changed" not in self.__dict__:
-            self._changed = {}
-        return self._changed
+        """Record a change that was made, one a field of settings."""
+        changes = {name: tuple(value_in_effect(self.__dict__, name, value) for value in (before, after))}
+        fields = fields_by_name(after) if type(before) is type(after) else ()
+        if fields:
+            pairs = {f"{name}.{field}": (getattr(before, field), getattr(after, field)) for field in fields}
+            changes = {path: pair for path, pair in pairs.items() if not is_same(*pair)}
+        if name not in self._changed:  # else it was assigned whole, and is kept whole
+            others = [path for path in self._changed if fields or not path.startswith(f"{name}.")]
+            self._changed = dict.fromkeys([*others, *changes])
+        for path, (old, new) in changes.items():
+            self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new)
 
     def _is_changed(self, path: str) -> bool:
-        """Whether a field, or a field of settings, was assigned while it lived."""
-        owner, _, field = path.rpartition(".")
-        if not owner:
-            return field in self._changed_fields
-        changed = self._changed_fields.get(owner, {})
-        return field in changed if isinstance(changed, dict) else True
+        """Whether a field, a field of its settings, or the settings that have it, was assigned while it lived."""
+        return any(f"{path}.".startswith(f"{one}.") or one.startswith(f"{path}.") for one in self._changed)
 
     def _kept_fields(self) -> dict[str, Any]:
-        """Those of `_changed_fields` that a file can hold."""
+        """The values of fields that were assigned, as far as a file can hold them: of settings that were assigned
+        whole all fields with their class, else those fields that were."""
         kept: dict[str, Any] = {}
-        for name, value in self._changed_fields.items():
-            if isinstance(value, dict):
-                kept |= {name: plain} if (plain := as_plain(value)) else {}
-            elif is_pydantic_dataclass(type(value)):
-                kept |= {name: whole} if (whole := _settings_as_plain(value)) else {}
+        for path in self._changed:
+            name, _, field = path.partition(".")
+            value = getattr(self, name)
+            if field:
+                if _is_plain(one := getattr(value, field, None)):
+                    kept.setdefault(name, {})[field] = one
+            elif is_pydantic_dataclass(made := type(value)):
+                values = {field: getattr(value, field) for field in fields_by_name(value)}
+                if made.__module__.startswith("workbench.") and _is_plain(values):  # no class of a user's own
+                    kept[name] = {SETTINGS: f"{made.__module__}:{made.__qualname__}", **values}
             elif isinstance(value, Mapping):
                 kept |= {name: {MAPPING: dict(value)}} if _is_plain(dict(value)) else {}
             elif _is_plain(value):
@@ -174,23 +144,24 @@ class LiveFields:
 
     def _take_fields(self, kept: Mapping[str, Any]) -> None:
         """Go on with what `_kept_fields` gave; fields that were assigned since stay as they are."""
-        fields = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        with self._quietly():
-            for name in fields & kept.keys() - self._changed_fields.keys():
-                value, now = kept[name], getattr(self, name)
-                changed = value
-                if isinstance(value, dict) and SETTINGS in value:
-                    value = changed = _from_plain(value)
-                elif isinstance(value, dict) and MAPPING in value:
-                    value, changed = value[MAPPING], MappingProxyType(value[MAPPING])
-                elif isinstance(value, dict):
-                    if not dataclasses.is_dataclass(now) or not value.keys() <= {
-                        f.name for f in dataclasses.fields(now)
-                    }:
-                        continue  # it was made with other settings
-                    value = dataclasses.replace(now, **value)  # type: ignore[type-var]
+        since = {path.partition(".")[0] for path in self._changed}
+        for name in fields_by_name(self):
+            if name not in kept or name in since:
+                continue
+            value, now, paths = kept[name], getattr(self, name), [name]
+            if isinstance(value, dict) and SETTINGS in value:
+                module, _, made = value[SETTINGS].partition(":")
+                fields = {field: one for field, one in value.items() if field != SETTINGS}
+                value = getattr(importlib.import_module(module), made)(**fields)
+            elif isinstance(value, dict) and MAPPING in value:
+                value = value[MAPPING]
+            elif isinstance(value, dict):
+                if not value.keys() <= fields_by_name(now).keys():
+                    continue  # it was made with other settings
+                value, paths = dataclasses.replace(now, **value), [f"{name}.{field}" for field in value]
+            with self._quietly():
                 setattr(self, name, value)
-                self._changed_fields[name] = changed
+            self._changed |= dict.fromkeys(paths)
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -201,6 +172,11 @@ class LiveFields:
             yield
         finally:
             self.__dict__["_live"] = live
+
+
+def fields_by_name(value: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass by name; none of other values."""
+    return {field.name: field for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
 
 
 def value_in_effect(values: Mapping[str, Any], name: str, value: Any) -> Any:
@@ -220,24 +196,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _settings_as_plain(settings: Any) -> dict[str, Any]:
-    """Settings as a file can hold them, with their class; empty where it cannot, or the class is a user's own."""
-    made, fields = type(settings), {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    if not made.__module__.startswith("workbench.") or not all(map(_is_plain, fields.values())):
-        return {}
-    return {SETTINGS: f"{made.__module__}:{made.__qualname__}", **fields}
-
-
 def as_read(kept: Any) -> Any:
     """A value of `_kept_fields` as a user reads it."""
     return kept[MAPPING] if isinstance(kept, dict) and MAPPING in kept else kept
-
-
-def _from_plain(plain: Mapping[str, Any]) -> Any:
-    """What `_settings_as_plain` was given."""
-    module, _, name = plain[SETTINGS].partition(":")
-    made = getattr(importlib.import_module(module), name)
-    return made(**{field: value for field, value in plain.items() if field != SETTINGS})
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
-
-from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front
+from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front, keeping
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.recorded_calls import recording
-from workbench.algorithms.recorded_settings import note_settings
+from workbench.algorithms.recorded_calls import note_settings, recording
 from workbench.algorithms.waiting import WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.display.interrupts import stoppable, uninterrupted
@@ -26,16 +22,13 @@ from workbench.display.iterations import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import CovarianceLoss
-from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
-from workbench.support.validation import Whole, at_least, whole
+from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
     import pandas as pd
-
-GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
 @checks_calls("algo")
@@ -48,9 +41,7 @@ class Algorithm(StageEdits):
     """
 
     lab: Lab
-    _made: dict[str, Any]
     _interrupted = False  # in the iteration under way
-    _under_way = False  # an iteration has begun and is not over
     _iteration = 0
     _staleness = 0  # iterations that the `run` under way generates ahead
     _ended = 0
@@ -61,21 +52,11 @@ class Algorithm(StageEdits):
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         check_names(cls.__name__, parameters, kwargs, len(args))
-        return super().__new__(cls)
+        algorithm = super().__new__(cls)
+        algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={})
+        return algorithm
 
     # --- carried out --------------------------------------------------------------------------------------------------
-
-    @property
-    def made(self) -> dict[str, Any]:
-        """What the stages of the newest iteration have made so far, by name: batches and metrics."""
-        if not hasattr(self, "_made"):
-            self._made = {}
-        return self._made
-
-    @property
-    def under_way(self) -> bool:
-        """Whether an iteration has begun, and is not over."""
-        return self._under_way
 
     @property
     def iteration(self) -> int:
@@ -123,17 +104,10 @@ class Algorithm(StageEdits):
             self._under_way, self._interrupted = True, False
             self._noted = note_settings(self, self._noted)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
-        # what a stage of workers gave is kept before an interrupt is raised: an update is not made again, and prompts
-        # are not drawn again
-        draws = stage.role == "prompts"
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
-        with (
-            uninterrupted() if draws or isinstance(stage.function, GroupOperation) else nullcontext(),
-            self.lab.runner.ownership.together() if draws else nullcontext(),
-            self._taking(stage),
-        ):
-            if draws and not self.made:
+        with keeping(self.lab, stage, self.made):
+            if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = drawn(self.lab, graph)
                 self.made.update(made)
             if stage.name not in self.made:
@@ -145,14 +119,6 @@ class Algorithm(StageEdits):
         if all(name in self.made for name in graph.names):
             self._end()
         return made
-
-    def _taking(self, stage: Stage) -> AbstractContextManager[None]:
-        """Inside, `made` has the batch of a stage as soon as the stage is over: a later kernel repeats none of it, nor
-        draws other samples."""
-        if not isinstance(stage.function, GroupOperation):
-            return nullcontext()
-        take = partial(self.made.__setitem__, stage.name)
-        return self.lab.runner.handing_over(stage.function.operation.name, take)
 
     def draw_ahead(self) -> Batch:
         """Draw the prompts of the first iteration to come that has none, and generate for them with the actor's present
@@ -259,10 +225,8 @@ class Algorithm(StageEdits):
         def left() -> tuple[str, str]:
             if not self._under_way:
                 return f"iteration {self.iteration} is over", "run the cell again: the same call begins the next one"
-            return (
-                f"{self.next_stage} of iteration {self.lab.iteration} is next",
-                "run the cell again: the same call goes on with it",
-            )
+            following = f"{self.next_stage} of iteration {self.lab.iteration} is next"
+            return following, "run the cell again: the same call goes on with it"
 
         return stoppable(f"{type(self).__name__}.{call}()", left)
 
@@ -302,9 +266,8 @@ class Algorithm(StageEdits):
         self.lab.take_edits()
         rows, seconds = [], []
         self.lab.position.take_up(self)
-        resumed = self._under_way and (
-            self._interrupted or (self.taken_up and self.lab.position.saved_algorithm is not None)
-        )
+        saved = self.taken_up and self.lab.position.saved_algorithm is not None
+        resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__
         with recording(self, "run", resumed=resumed), self._stoppable("run"), Iterations(title, iterations) as line:
@@ -321,8 +284,12 @@ class Algorithm(StageEdits):
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    self._interrupted = self._under_way = self._under_way and _is_interrupt(error)
-                    self._put_back()
+                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt)
+                    self._interrupted = self._under_way = self._under_way and interrupted
+                    used = {stage.name for stage in self.graph().stages if stage.updates} & self.made.keys()
+                    if not self._under_way and not used:  # it is given up, and its rollouts wait again
+                        self.lab.buffer.put_back(self._from_buffer)
+                        self._from_buffer = ()
                     raise
                 finally:
                     batches.looping, self._staleness = looping, 0
@@ -334,13 +301,6 @@ class Algorithm(StageEdits):
                     with line.aside():
                         evaluate()
         return Results.of(rows, algorithm=title, seconds=seconds)
-
-    def _put_back(self) -> None:
-        """Have rollouts of an iteration that was given up wait again, unless an update has used them."""
-        used = {stage.name for stage in self.graph().stages if stage.updates} & self.made.keys()
-        if not self._under_way and not used:
-            self.lab.buffer.put_back(self._from_buffer)
-            self._from_buffer = ()
 
     def rollouts(self, lab: Lab, *, penalised: bool = False, reference: bool | None = None) -> tuple[Batch, bool]:
         """The stages with which an iteration begins, for `define`: prompts, responses, and the log-probabilities of
@@ -382,21 +342,21 @@ class Algorithm(StageEdits):
                 "its first argument is the workbench that it drives",
                 "give what wb.open(...) returned",
             )
+        title = type(self).__name__
         for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
-            at_least(f"{type(self).__name__}.{name}", getattr(self, name, least), least)
-        missing = [role for role in roles if role not in self.lab.groups]
-        penalty = missing == ["reference"] and hasattr(self, "kl_coefficient")
-        without = ", or give kl_coefficient=0, which needs no reference" if penalty else ""
-        if missing == ["reward"]:
-            without = ", or add it: lab.add('reward', my_function)"
-        if missing:
-            raise BadInput(
-                f"{type(self).__name__} on a workbench without {' and '.join(missing)}",
-                f"it has {', '.join(self.lab.groups)}",
-                f"open one with these roles in models={without}",
+            at_least(f"{title}.{name}", getattr(self, name, least), least)
+        if missing := [role for role in roles if role not in self.lab.groups]:
+            penalty = missing == ["reference"] and hasattr(self, "kl_coefficient")
+            without = ", or give kl_coefficient=0, which needs no reference" if penalty else ""
+            if missing == ["reward"]:
+                without = ", or add it: lab.add('reward', my_function)"
+            value, remedy = (
+                f"{title} on a workbench without {' and '.join(missing)}",
+                "open one with these roles in models=",
             )
+            raise BadInput(value, f"it has {', '.join(self.lab.groups)}", remedy + without)
         self._check_rows()
-        self.graph().check_corrections(type(self).__name__)
+        self.graph().check_corrections(title)
         self.lab.position.take_up(self)
 
     def _check_rows(self, known: Mapping[str, int] | None = None) -> None:
@@ -412,10 +372,6 @@ class Algorithm(StageEdits):
             for stage, values in self.lab.last_metrics.items()
             for name, value in values.items()
         }
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, StageInterrupted | KeyboardInterrupt)
 
 
 def _is_there(made: Any) -> bool:

@@ -23,37 +23,24 @@ class Mark:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["marked"], name)
 
-    def __deepcopy__(self, memo: Any) -> Mark:
-        return self
-
-
-class _Number:
-    marked: Any
-
     def __deepcopy__(self, memo: Any) -> Any:
         return self
 
 
-class _Int(_Number, int):
-    """A whole number with a mark; True and None cannot be subclassed."""
-
-
-class _Float(_Number, float):
-    """A number with a mark."""
-
-
-class _Text(_Number, str):
-    """A text with a mark."""
+# numbers and texts compute as what they are; True and None cannot be subclassed
+MARKED: dict[type, Any] = {
+    kind: type(kind.__name__, (kind,), {"__deepcopy__": Mark.__deepcopy__}) for kind in (int, float, str)
+}
 
 
 def mark(value: Any) -> Any:
     """An object that stands for this value, and is no other."""
-    kind: Any = {int: _Int, float: _Float, str: _Text}.get(type(value), Mark)
-    made = kind(value)
+    made: Any = MARKED.get(type(value), Mark)(value)
     made.marked = value
     return made
 
 
 def unmarked(value: Any) -> Any:
     """The value that a mark stands for; other values as they are."""
-    return value.marked if isinstance(value, Mark | _Number) else value
+    kinds: Any = (Mark, *MARKED.values())
+    return value.marked if isinstance(value, kinds) else value

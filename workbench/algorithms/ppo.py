@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.data.reward_function import Weight
+from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
-from workbench.objectives.correction import Correction
 from workbench.objectives.covariance import CovarianceLoss
 from workbench.objectives.kl import adaptive_kl_step
-from workbench.settings.engines import Sampling
 from workbench.support.validation import FINITE, PositiveFloat, PositiveInt
 
 
 @dataclass
-class PPO(Algorithm):
+class PPO(RolloutAlgorithm):
     """`PPO(lab).run(n)`: n iterations of the calls in `define`, which a notebook can also make one by one.
 
     prompts: prompts an iteration; samples: responses a prompt. reward: a function in place of the reward role's own, or
@@ -33,12 +30,6 @@ class PPO(Algorithm):
     correction: for rollouts of another distribution than the trainer's, see `Correction`.
     """
 
-    lab: Lab
-    prompts: int = 16
-    samples: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     gamma: float = 1.0
     lam: float = 0.95
     kl_coefficient: float = 0.05
@@ -51,14 +42,25 @@ class PPO(Algorithm):
     value_clip: PositiveFloat | None = 0.2
     dual_clip: float | None = None
     entropy_coefficient: float = 0.0
-    epochs: int = 1
-    correction: Correction | None = None
     loss: str | CovarianceLoss | Callable[..., Any] = "ppo"
 
     def __post_init__(self) -> None:
         self.need("critic", *(["reference"] if self._with_reference else []), "reward")
-        if self.kl_target is not None:
-            self._check_target(self.kl_target)
+        if self.kl_target is None:
+            return
+        if not self.kl_coefficient > 0:
+            raise BadInput(
+                f"PPO(kl_target={self.kl_target}, kl_coefficient={self.kl_coefficient})",
+                "towards a target the coefficient is moved by factors, which leave 0 where it is",
+                "give a kl_coefficient to begin with, or leave kl_target out",
+            )
+        if (responses := self.prompts * self.samples) >= 5 * self.kl_horizon:
+            raise BadInput(
+                f"PPO(kl_horizon={self.kl_horizon}) with {responses} responses an iteration",
+                "more than 5 horizons at once could turn the coefficient's sign",
+                "give a larger kl_horizon",
+            )
+        self._adapted(self.kl_target)  # raises for what the step of the coefficient would refuse
 
     def define(self, lab: Lab) -> None:
         penalised = bool(self.kl_coefficient or self.kl_target is not None)
@@ -97,22 +99,6 @@ class PPO(Algorithm):
     @property
     def _with_reference(self) -> bool:
         return bool(self.kl_coefficient or self.kl_target is not None or self.macro_tokens == "perplexity")
-
-    def _check_target(self, target: float) -> None:
-        """Raise `BadInput` for settings that the step of the coefficient would refuse."""
-        if not self.kl_coefficient > 0:
-            raise BadInput(
-                f"PPO(kl_target={target}, kl_coefficient={self.kl_coefficient})",
-                "towards a target the coefficient is moved by factors, which leave 0 where it is",
-                "give a kl_coefficient to begin with, or leave kl_target out",
-            )
-        if self.prompts * self.samples >= 5 * self.kl_horizon:
-            raise BadInput(
-                f"PPO(kl_horizon={self.kl_horizon}) with {self.prompts * self.samples} responses an iteration",
-                "more than 5 horizons at once could turn the coefficient's sign",
-                "give a larger kl_horizon",
-            )
-        self._adapted(target)
 
     def _adapted(self, kl: float) -> float:
         assert self.kl_target is not None

@@ -1,17 +1,18 @@
-"""What a notebook's algorithms ran, call by call: an export reads it where a panel called an algorithm, and where a
-cell was interrupted."""
+"""What is recorded of algorithms: their settings when an iteration begins, and, in a notebook, what each call ran: an
+export reads it where a panel called an algorithm, and where a cell was interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from workbench.algorithms.live_fields import is_same
+from workbench.algorithms.live_fields import fields_by_name, is_same
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import WorkbenchError
+from workbench.support.flat_settings import flat
 from workbench.support.notebook_cell import in_notebook, running_cell, running_position, variable_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
 
 EVENT = "algorithm"
 _under_way: set[int] = set()  # algorithms of which a call is under way, by id
+
+
+def note_settings(algorithm: Algorithm, noted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Record the fields of an algorithm that are not as they were noted before; what is noted now. What `finish` adapts
+    is recorded once, and nothing of an arm of a comparison, after which all is as before. Stages that `replace` edited
+    are among the run's changes."""
+    lab = algorithm.lab
+    settings = flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
+    adapted = algorithm.state().keys() if noted else ()
+    changed = {  # by repr: NaN is as itself
+        name: value
+        for name, value in settings.items()
+        if name not in adapted and (name not in noted or repr(noted[name]) != repr(value))
+    }
+    if not changed or lab.runner.snapshots.open:
+        return noted
+    lab.telemetry.append_settings(type(algorithm).__name__, lab.iteration + 1, changed)
+    return settings
 
 
 @contextmanager
@@ -79,7 +98,7 @@ def _as_written(value: Any) -> str:
     parts = []
     for field in fields(value):
         now = getattr(value, field.name)
-        default = _default(field)
+        default = field.default_factory() if callable(field.default_factory) else field.default
         if field.name == "lab":
             parts.append("lab")
         elif field.init and not is_same(now, default):
@@ -88,7 +107,3 @@ def _as_written(value: Any) -> str:
             parts.append(f"{field.name}={text}")
     prefix = "" if made.__module__ == "__main__" else "wb."
     return f"{prefix}{made.__name__}({', '.join(parts)})"
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.data.reward_function import Weight
-from workbench.objectives.correction import Correction
-from workbench.settings.engines import Sampling
+from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 
 
 @dataclass
-class ReMax(Algorithm):
+class ReMax(RolloutAlgorithm):
     """`ReMax(lab).run(n)`: n iterations of the lines in `define`.
 
     Against PPO: one greedy generation and its rewards more, and no line of a critic (HybridFlow, figure 6).
 
-    prompts: prompts an iteration; samples: responses a prompt, all against the one greedy response, whose stages are
-    `generate_greedy` and `compute_greedy_reward`.
-    kl_coefficient, kl: penalty against the reference in the reward; at 0 no reference is needed. correction:
-    as in `GRPO`.
+    samples: responses a prompt, all against the one greedy response, whose stages are `generate_greedy` and
+    `compute_greedy_reward`. Other fields: as in `PPO`.
     """
 
-    lab: Lab
-    prompts: int = 16
-    samples: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     kl_coefficient: float = 0.05
     kl: str = "k1"
     clip: float = 0.2
-    epochs: int = 1
-    correction: Correction | None = None
-
-    def __post_init__(self) -> None:
-        self.need("reward", *(["reference"] if self.kl_coefficient else []))
 
     @property
     def _status(self) -> tuple[str, ...]:

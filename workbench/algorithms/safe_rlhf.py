@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.data.reward_function import Weight
+from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
-from workbench.objectives.correction import Correction
 from workbench.objectives.lagrangian import dual_step
-from workbench.settings.engines import Sampling
 from workbench.support.validation import FINITE, SEQUENCE, NonNegativeFloat, Number, PositiveFloat, Rule
 
 TWO_BOUNDS = Rule(
@@ -23,15 +20,14 @@ Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], SEQUENCE, TWO_BOUNDS]
 
 
 @dataclass
-class SafeRLHF(Algorithm):
+class SafeRLHF(RolloutAlgorithm):
     """`SafeRLHF(lab, limit=...).run(n)`: n iterations of the lines in `define`.
 
     Against PPO: scores and values of costs, a multiplier that weighs cost against reward, and a pretraining loss
     (HybridFlow, figure 6, whose listing leaves out the critic of costs that Safe-RLHF has; here it is two lines).
 
-    prompts, samples, sampling, reward, gamma, lam, kl, clip, value_clip, epochs, correction: as in `PPO`.
     kl_coefficient: of the penalty that the rewards, and with the other sign the costs, are given each; the authors'
-    code gives each of them a half.
+    code gives each of them a half. Other fields: as in `PPO`.
     cost: a function in place of the cost role's own. limit: the mean cost of a response that is allowed.
     multiplier: its value now, moved after each iteration by `dual_step`, up while the mean cost is above the limit.
     It is all the state there is: read it, keep it, set it. multiplier_rate, multiplier_bounds: of that step.
@@ -39,12 +35,6 @@ class SafeRLHF(Algorithm):
     loss of weight pretrain_coefficient in the actor's update; None: without.
     """
 
-    lab: Lab
-    prompts: int = 16
-    samples: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    reward: Callable[..., Any] | Mapping[str, Any] | None = None
-    reward_weights: Mapping[str, Weight] | None = None
     cost: Callable[..., Any] | Mapping[str, Any] | None = None
     limit: Annotated[Number, FINITE] = 0.0
     multiplier: float = 1.0
@@ -56,17 +46,11 @@ class SafeRLHF(Algorithm):
     kl: str = "k1"
     clip: float = 0.2
     value_clip: PositiveFloat | None = 0.2
-    epochs: int = 1
-    correction: Correction | None = None
     pretrain: str | None = None
     pretrain_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        self.need("critic", *(["reference"] if self.kl_coefficient else []), "reward", "cost", "cost_critic")
-        self._check_multiplier()
-
-    def _check_multiplier(self) -> None:
-        """Raise `BadInput` for settings that the step of the multiplier would refuse."""
+        self.need("critic", *self._penalty_role, "reward", "cost", "cost_critic")
         bounds = self.multiplier_bounds
         if not bounds[0] <= bounds[1]:
             raise BadInput(f"SafeRLHF.multiplier_bounds={bounds!r}", TWO_BOUNDS.rule, TWO_BOUNDS.remedy)

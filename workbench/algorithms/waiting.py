@@ -37,6 +37,17 @@ class WaitingRollouts:
         """Whether all of its stages have run."""
         return bool(self.made) and all(stage in self.made for stage in self.stages)
 
+    def fits(self, stages: Sequence[str] | None) -> bool:
+        """Whether it is whole, and these stages made it; None: any stages."""
+        return self.whole and (stages is None or self.stages == tuple(stages))
+
+    @property
+    def group_count(self) -> int:
+        """How many groups it has; a row of the first batch of an iteration is a prompt."""
+        if self.stages and self.times_drawn is None:
+            return self.made[self.stages[0]].rows
+        return len(self.groups())
+
     @property
     def rollouts(self) -> Batch:
         """The batch with the responses."""
@@ -54,11 +65,14 @@ class WaitingRollouts:
         if self._rows is None:
             batch = self.rollouts
             table = batch.fetch([name for name in ("prompt_uid", "rewards") if name in batch.names])
+            rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
+            if isinstance(rewards, Ragged):
+                rewards = np.array([float(row.double().sum()) for row in rewards.rows()])
             self._rows = {
                 "prompt_uid": np.asarray(table["prompt_uid"]),
                 "weights_version": np.full(batch.rows, self.version),
                 "response_tokens": batch.lengths("response_ids"),
-                "reward": _scores(table.get("rewards"), batch.rows),
+                "reward": np.asarray(torch.as_tensor(rewards).double()),
             }
         return self._rows
 
@@ -75,9 +89,11 @@ class WaitingRollouts:
 
     def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
         """Of each batch the rows of these prompts."""
-        wanted = list(uids)
+        wanted, made = list(uids), dict[str, Batch]()
+        for stage, batch in self.made.items():
+            there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
+            made[stage] = batch.take(np.flatnonzero(np.isin(there, wanted)))
         kept = np.flatnonzero(np.isin(self.rows["prompt_uid"], wanted))
-        made = {stage: _of_prompts(batch, wanted) for stage, batch in self.made.items()}
         rows = {name: column[kept] for name, column in self.rows.items()}
         return WaitingRollouts(
             iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
@@ -147,16 +163,3 @@ def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
             weighed = np.average(there[known], weights=rows[known]) if known.any() else np.nan
             found[stage][name] = float(there[known].max() if largest and known.any() else weighed)
     return found
-
-
-def _of_prompts(batch: Batch, uids: Sequence[int]) -> Batch:
-    there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
-    return batch.take(np.flatnonzero(np.isin(there, uids)))
-
-
-def _scores(rewards: Any, rows: int) -> np.ndarray:
-    if rewards is None:
-        return np.full(rows, np.nan)
-    if isinstance(rewards, Ragged):
-        return np.array([float(row.double().sum()) for row in rewards.rows()])
-    return np.asarray(torch.as_tensor(rewards).double())
