@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_a_worker_is_as_one_that_python_begins_and_has_the_code_as_it_is_now(tmp
             assert server.poll() is None
         assert began("a", "b c") == [True, *as_usual, server.pid]
         assert not began(run=Path(host_server.__file__))[0]  # of another checkout
+        (shadow := tmp_path / "other" / "transformers.py").parent.mkdir()
+        shadow.touch()
+        environment["PYTHONPATH"] += f":{shadow.parent}"
+        assert not began()[0]  # of another library
+        environment["PYTHONPATH"] = str(tmp_path)
+        with socket.socket(socket.AF_UNIX) as broken:  # which ends in the middle
+            broken.connect(str(place))
+            broken.sendall((99).to_bytes(8, "little"))
         os.utime(tmp_path / "workbench" / "__init__.py")
         assert not began()[0]
         while not began()[0]:  # the server begins anew

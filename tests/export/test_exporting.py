@@ -157,8 +157,17 @@ def test_methods_that_only_look_are_methods() -> None:
 
     owners = (Workbench, Batch, Buffer, Algorithm, WorkerGroup, PromptStream, History, TelemetryStore)
     there = {name for owner in owners for name in dir(owner)}
-    of_frames = {"describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts"}
-    assert SHOWING - of_frames - {"weight_digests", "turns"} <= there  # an operation of the workers; of a conversation
+    assert SHOWING - {"weight_digests", "turns"} <= there  # an operation of the workers; of a conversation
+
+
+def test_only_what_came_from_the_workbench_is_known_to_show() -> None:
+    tracks = "tracker.metrics(loss=1.0)\nTracker().select(3)\nframe.runs()"
+    made = "tracker = Tracker(lab)\nframe = lab.metrics()\nframe = tracker.of(frame)"
+    cells = page(
+        f"{IMPORT}\nfrom tools import Tracker", f"{OPEN}\n{made}",
+        f"{tracks}\nlab.metrics().head()\nruns = wb.runs()\nruns.metrics()\nlab.close()",
+    )  # fmt: skip
+    assert body(script_of(cells).text)[-5:] == [*tracks.splitlines(), "runs = wb.runs()", "lab.close()"]
 
 
 def test_a_run_that_generates_ahead_is_written_with_its_dial() -> None:

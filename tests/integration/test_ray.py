@@ -219,6 +219,9 @@ def test_where_everything_is(full: wb.Workbench) -> None:
     where = full.topology()
     assert len(where) == 8
     assert where["process"].nunique() == 2
+    parents = [psutil.Process(pid).parent() for pid in where["process"].unique()]
+    assert len(set(parents)) == 1  # hosts are forks of one process
+    assert "host_server.py" in " ".join(parents[0].cmdline())
     actor = where[where["role"] == "actor"]
     assert (actor["generation_weights_bytes"] > 0).all()
     assert (actor["optimizer_bytes"] > 0).all()

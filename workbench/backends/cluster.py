@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from workbench.backends import registry
-from workbench.backends.host_server import HOST_SERVER
 from workbench.backends.ray_access import (
     LOOPBACK_ALONE,
     environment,
@@ -72,7 +71,8 @@ def _set_up_ray() -> None:
 
 
 def running_head() -> dict[str, Any] | None:
-    """{"address": .., "pid": ..} of the head that this user's workbenches share, or None."""
+    """{"address": .., "pid": .., "hosts": ..} of the head that this user's workbenches share, or None. hosts: where its
+    server of hosts listens, see `host_server`."""
     try:
         head = files.read_json(_head_file())
         process = psutil.Process(head["pid"])
@@ -83,11 +83,6 @@ def running_head() -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, psutil.Error):
         return None
     return head if alive else None
-
-
-def host_socket(head: str) -> str:
-    """Where a head's server of hosts listens, see `host_server`. head: its address."""
-    return str(session_folder() / f"hosts-{head.rpartition(':')[2]}")
 
 
 def _free_port() -> int:
@@ -154,23 +149,25 @@ def _remove_old_sessions() -> None:
     started its own."""
     named = "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
     for left in (*session_folder().glob("session_2*"), *session_folder().glob("hosts-*")):
-        if left.name not in named and time.time() - left.stat().st_mtime > 3600:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        with contextlib.suppress(OSError):  # another process removes it
+            if left.name not in named and time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _try_start_head(note: Note) -> dict[str, Any]:
     _remove_old_sessions()
     port = _free_port()
+    hosts = str(session_folder() / f"hosts-{port}")
     log = home() / "head.log"
     command = [
         # -P: the folder of that file, which has a ray.py, is not where it finds modules
-        *(sys.executable, "-P", str(Path(__file__).with_name("ray_head.py")), "start", "--head", "--block"),
+        *(sys.executable, "-P", str(Path(__file__).with_name("ray_head.py")), hosts, "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"),
         f"--temp-dir={session_folder()}",
         *("--include-log-monitor=false", "--no-monitor"),  # of the autoscaler: there is one machine
         f"--object-store-memory={min(4 * 2**30, psutil.virtual_memory().total // 6)}",
     ]
-    with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE, HOST_SERVER: host_socket(f":{port}")}
+    with_token = {**os.environ, **own_access(), **LOOPBACK_ALONE}
     # Its own session: the kernel's end, or an interrupt typed at it, does not reach the head.
     log.unlink(missing_ok=True)
     with open(files.open_to_append(log), "w") as out:
@@ -187,7 +184,7 @@ def _try_start_head(note: Note) -> dict[str, Any]:
             note("starting Ray")
             time.sleep(0.1)
         created = psutil.Process(process.pid).create_time()
-        head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": created}
+        head = {"address": f"127.0.0.1:{port}", "pid": process.pid, "created": created, "hosts": hosts}
         files.write_json(_head_file(), head)
     except BaseException:  # an interrupt too: a head that nobody knows of would never be stopped
         _end_family(process.pid)
@@ -363,7 +360,7 @@ def _end_head() -> None:
         _joined = None
     if head is not None:
         _end_family(head["pid"])
-        Path(host_socket(head["address"])).unlink(missing_ok=True)
+        Path(head["hosts"]).unlink(missing_ok=True)
     for process in [p for p in _started if p.poll() is not None]:
         _started.remove(process)
     _head_file().unlink(missing_ok=True)

@@ -4,13 +4,15 @@ share the memory of these imports.
     ray_head.py   starts `serve` beside the head, with which it ends
     raylet        runs this file where it would run Python: the server forks, and the fork becomes the worker
 
-Run as a program it imports little. Hosts on GPUs do not begin like this: CUDA does not survive a fork.
+Run as a program it imports little. Where the server does not answer, or has imported other files than a new Python
+would, a host is a new Python. Hosts on GPUs always are: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -18,10 +20,14 @@ import signal
 import socket
 import sys
 
-HOST_SERVER = "WORKBENCH_HOST_SERVER"  # tells a head where the server is to listen
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DESCRIPTORS = (0, 1, 2)  # of a worker, handed over by the process that raylet has started
-MOST_BYTES = 2**20  # of a request
+IMPORTED = (
+    "workbench.workers.host", "workbench.workers.roles", "workbench.engines.training.torch_engine",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+REQUEST_S = 5.0  # how long a request may take to arrive
+ANSWER_S = 120.0  # and its answer, which waits for the server's imports
 
 
 def python_for_hosts(path: str) -> str:
@@ -35,78 +41,99 @@ def begin_worker(path: str, command: list[str]) -> None:
     """Have the server fork a worker, and wait for its end; without a server that runs this code, become the worker."""
     request = json.dumps([command, dict(os.environ), os.getcwd(), sys.executable, os.path.abspath(__file__)]).encode()
     ends = array.array("i", DESCRIPTORS)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.connect(path)
-            server.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, ends)])
-            server.sendall(request)
-            if server.recv(1) == b"y":
-                server.recv(1)  # nothing comes; the worker holds the other end as long as it lives
-                return
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(ANSWER_S)
+        server.connect(path)
+        server.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, ends)])
+        server.sendall(request)
+        if server.recv(1) == b"y":
+            server.settimeout(None)
+            server.recv(1)  # nothing comes; the worker holds the other end as long as it lives
+            return
     os.execv(sys.executable, [sys.executable, *command])
 
 
 def serve(path: str) -> str:
     """Fork workers until standard input, which the head holds, is closed. Returns in each worker, with its script."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # no threads
+    import importlib
+
+    files = _files()
+    # no threads, which a fork would lose; numpy's stay one in hosts, torch's are set by each
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)  # who asks before the imports are done waits for them
     sys.path.insert(0, ROOT)
-    _import()
-    return _forks(listener, path)
-
-
-def _import() -> None:
-    import importlib
-
-    for name in ("workbench.workers.host", "workbench.workers.roles", "workbench.engines.training.torch_engine",
-                 "transformers.models.llama.modeling_llama"):  # fmt: skip
+    for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is there stays shared
+    return _forks(listener, path, files)
 
 
-def _forks(listener: socket.socket, path: str) -> str:
+def _files() -> dict[str, float]:
+    """When each file of this package was changed last, and the folder of the libraries."""
+    import importlib.util
+
+    found = {}
+    for folder, _, names in os.walk(os.path.join(ROOT, "workbench")):
+        for file in (os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with contextlib.suppress(OSError):
+                found[file] = os.stat(file).st_mtime
+    torch = importlib.util.find_spec("torch")
+    libraries = os.path.dirname(os.path.dirname(torch.origin)) if torch is not None and torch.origin else ROOT
+    return found | {libraries: os.stat(libraries).st_mtime}
+
+
+def _forks(listener: socket.socket, path: str, files: dict[str, float]) -> str:
     import select
 
-    began, own = _newest(), os.path.abspath(__file__)
+    own = os.path.abspath(__file__)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers: the system reaps them
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
         connection, _ = listener.accept()
+        connection.settimeout(REQUEST_S)
         descriptors: list[int] = []
         try:
             size, descriptors, _, _ = socket.recv_fds(connection, 8, len(DESCRIPTORS))
             request = b""
-            while len(request) < min(int.from_bytes(size, "little"), MOST_BYTES):
-                request += connection.recv(MOST_BYTES)
+            while len(request) < int.from_bytes(size, "little"):
+                if not (part := connection.recv(2**20)):
+                    raise OSError("half a request")
+                request += part
             command, environment, folder, executable, code = json.loads(request)
-            if _newest() != began or (executable, code) != (sys.executable, own):
+            current = _files() == files
+            if not current or (executable, code) != (sys.executable, own) or _shadows(environment):
                 connection.sendall(b"n")
             elif os.fork() == 0:
-                listener.close()
-                _become(connection, descriptors, environment, folder, command)
-                return str(command[0])
+                try:
+                    listener.close()
+                    _become(connection, descriptors, environment, folder, command)
+                    return str(command[0])
+                except BaseException:
+                    os._exit(1)
         except (OSError, ValueError):  # of one request
-            pass
+            current = True
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
             connection.close()
-        if _newest() != began:  # from now on with the code as it is
+        if not current:  # from now on with the files as they are
             listener.close()
-            os.unlink(path)
             os.execv(sys.executable, [sys.executable, "-P", own, "serve", path])
 
 
-def _newest() -> float:
-    """When a file of the package that is imported here was changed last."""
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    return max(os.stat(file).st_mtime for file in files if file.startswith(ROOT + "/workbench/"))
+def _shadows(environment: dict[str, str]) -> bool:
+    """Whether a new Python with this environment would find something that was imported here elsewhere."""
+    imported = {name.partition(".")[0] for name in sys.modules}
+    places = environment.get("PYTHONPATH", "").split(os.pathsep)
+    others = (one for one in places if one not in ("", ROOT) and not one.startswith((sys.prefix, sys.base_prefix)))
+    return any(name.removesuffix(".py") in imported for one in others if os.path.isdir(one) for name in os.listdir(one))
 
 
 def _become(
@@ -122,6 +149,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    sys.modules["numpy"].random.seed()  # Python does it for its own generator
     sys.argv = command
     given = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = [os.path.dirname(command[0]), *given, *(place for place in sys.path if place not in given)]

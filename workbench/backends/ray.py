@@ -14,7 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 from workbench.backends.base import Backend, Pending
-from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, host_socket, joined_address, joined_head
+from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
 from workbench.backends.host_server import python_for_hosts
 from workbench.backends.idle import Idle
 from workbench.backends.nodes import nodes_of_pools
@@ -324,9 +324,10 @@ class RayBackend(Backend):
 
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
-        if self._head is None or _gpus(info) or sys.platform != "linux":
+        head = running_head() if self._head is not None else None
+        if head is None or _gpus(info) or sys.platform != "linux":
             return {}
-        return {"py_executable": python_for_hosts(host_socket(self._head))}
+        return {"py_executable": python_for_hosts(head["hosts"])}
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]

@@ -163,7 +163,7 @@ def _json(value: Any, where: str, remedy: str) -> str:
 def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str, Any], Iterator[Table]]:
     """The meta of a saved batch, and its rows, a group at a time.
 
-    Raises `BadInput` for any other file, and for one whose token ids are not those of `vocabulary`.
+    Raises `BadInput` for one that was damaged, and for one whose token ids are not those of `vocabulary`.
     """
     source = files.path_of(path, "path")
     try:

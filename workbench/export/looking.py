@@ -1,7 +1,8 @@
 """Which expressions only show something, and so are not in the script.
 
 A bare expression only shows something if it is made of names, attributes, subscripts, constants, operators, and calls
-of the methods of `SHOWING`, of `display` and of what is imported from `IPython` and `workbench.display`. Where such a
+of the methods of `SHOWING` on what came from the workbench, of those of `OF_TABLES`, of `display` and of what is
+imported from `IPython` and `workbench.display`. Where such a
 call shows the result of a call that does something, as in `ppo.run(2).head()`, the script has that call alone. All
 other statements are in the script, except calls of `panel`, `strip` and `export` of a workbench, also assigned, and
 bare expressions that only use what these returned: they need a notebook around them.
@@ -15,14 +16,14 @@ from collections.abc import Sequence
 from workbench.export.statements import Statement
 from workbench.export.syntax import replaced
 
-# Methods that answer or draw, and change nothing: of a workbench and its parts, of a frame, of a figure.
+# Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
 SHOWING = {
     "arguments", "batches", "changes", "df", "diff", "disagreements", "estimate", "events", "failed", "graph", "groups",
     "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans", "strip",
     "sync_plans", "syncs", "timeline", "topology", "traffic", "transfers", "turns", "weight_digests",
-    "describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts",
 }  # fmt: skip
-# Methods of frames whose names others have too: only what is called on the result of a call of `SHOWING` is meant.
+OF_TABLES = {"describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts"}
+# Methods of frames whose names others have too: only what is called on the result of such a call is meant.
 OF_FRAMES = {
     "agg", "astype", "count", "max", "mean", "min", "pivot", "query", "reset_index", "round", "set_index",
     "sort_values", "sum",
@@ -54,6 +55,7 @@ class Looking:
             for alias in node.names
         }
         self._methods, self._of_frames = SHOWING - functions, OF_FRAMES - functions
+        self._of_tables, self._ours = OF_TABLES - functions, _ours(statements)
         self._displays = ({"display", "clear_output"} | imported) - bound
         self._labs = {name for s in statements if _opens(s.node) for name in s.names.binds}
         self._of_notebook: set[str] = set()
@@ -85,9 +87,7 @@ class Looking:
                 shown = called.value
                 while isinstance(shown, ast.Attribute | ast.Subscript):
                     shown = shown.value
-                if not (
-                    called.attr in self._methods or (isinstance(shown, ast.Call) and called.attr in self._of_frames)
-                ):
+                if not self._answers(called) and not (isinstance(shown, ast.Call) and called.attr in self._of_frames):
                     return False
             elif not self._is_display(node):
                 return False
@@ -96,6 +96,10 @@ class Looking:
         elif not isinstance(node, ANY_VALUE):
             return False
         return all(map(self._shows, ast.iter_child_nodes(node)))
+
+    def _answers(self, method: ast.Attribute) -> bool:
+        """Whether it is a method that answers or draws."""
+        return method.attr in self._of_tables or (method.attr in self._methods and _root(method) in self._ours)
 
     def _is_display(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._displays
@@ -112,7 +116,7 @@ class Looking:
             parts = working if not any(isinstance(one, ast.Starred) for one in working) else []
         elif isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and self._shows(node.slice)):
             parts = [node.value]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._answers(node.func):
             parts = [node.func.value] if all(map(self._shows, (*node.args, *node.keywords))) else []
         return self._working(parts[0]) if len(parts) == 1 else node
 
@@ -148,6 +152,35 @@ def without_unread(statement: Statement, read: set[str]) -> Statement | None:
         return statement
     left = ast.Import(stays) if isinstance(node, ast.Import) else ast.ImportFrom(module, stays, node.level)
     return statement.with_text(ast.unparse(left)) if stays else None
+
+
+def _root(node: ast.AST) -> str | None:
+    """The name that a chain of calls, attributes and subscripts begins with."""
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return _name(node)
+
+
+def _ours(statements: Sequence[Statement]) -> set[str]:
+    """The names of what came from the workbench: imported from it, or made by calls of what is."""
+    roots: dict[str, set[str | None]] = {}  # of each name, what the values begin with that it is given
+    found = set[str]()
+    for statement in statements:
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                if _is_of(getattr(node, "module", None) or alias.name, ("workbench",)):
+                    found.add((alias.asname or alias.name).partition(".")[0])
+            continue
+        values: list[ast.AST] = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
+        values = [node.iter] if isinstance(node, ast.For) else values
+        values = [item.context_expr for item in node.items] if isinstance(node, ast.With) else values
+        values = [one for value in values for one in (value.elts if isinstance(value, ast.Tuple) else [value])]
+        for name in statement.names.binds:
+            roots.setdefault(name, set()).update({_root(value) for value in values} or {None})
+    while new := {name for name, of in roots.items() if of - {name} and of - {name} <= found} - found:
+        found |= new
+    return found
 
 
 def _name(node: ast.AST) -> str | None:

@@ -134,7 +134,7 @@ def find_record(notebook: Notebook, path: Path) -> list[Path]:
     for file in folders:
         try:
             cells = [details for kind, details in _events(file.parent) if kind == "cell"]
-        except BadInput:  # no record of ours: a link, a pipe
+        except BadInput:  # no record of ours
             continue
         ours = [cell for cell in cells if cell["id"] in ids]
         if ours and 2 * len(ours) >= len([cell for cell in cells if cell["id"]]):

@@ -82,7 +82,9 @@ class Position:
         """A batch that is kept in a checkpoint, or that the kernel before held; None where it is gone."""
         if "batch" in kept:
             assert self.checkpoint is not None
-            return self._batches.load(self.checkpoint.folder / kept["batch"])
+            path = self.checkpoint.folder / kept["batch"]
+            self.checkpoint.require(path)
+            return self._batches.load(path)
         return self._batches.get(kept["held"]) if kept["held"] in self._batches.store else None
 
     def fill_buffer(self, values: Mapping[str, Any]) -> None:

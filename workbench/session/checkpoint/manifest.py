@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.settings.roles import ROLES
 
 FORMAT: Literal[4] = 4
 CONTROLLER, RANDOM, LEDGER = "controller.pkl", "random.safetensors", "ledger.safetensors"
@@ -18,6 +19,12 @@ def _inside(name: str) -> str:
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise ValueError(f"the file {shown(name, 80)} is not in the folder")
     return name
+
+
+def _known(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError(f"there is no role {shown(role, 80)}")
+    return role
 
 
 class _Values(BaseModel):
@@ -85,7 +92,7 @@ class _Manifest(_Values):
     saved_s: float
     run_folder: str
     placement: str
-    roles: dict[str, _Role]
+    roles: dict[Annotated[str, AfterValidator(_known)], _Role]
     state: _State
     algorithm: _Algorithm | None
     files: dict[Annotated[str, AfterValidator(_inside)], _File]

@@ -41,9 +41,9 @@ class InHost:
         self._calls.give_up()
         self._told = queue.SimpleQueue()
 
-    def give_up(self, calls: Collection[int]) -> None:
+    def give_up(self, calls: Collection[int]) -> list[int]:
         """See `Calls.give_up`."""
-        self._calls.give_up(calls)
+        return self._calls.give_up(calls)
 
     def receive(self, wait_s: float) -> tuple[Any, ...] | None:
         """The next message; None where none has come in this time."""

@@ -102,14 +102,16 @@ class Calls:
             self._work.clear()
         self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
 
-    def give_up(self, calls: Collection[int] | None = None) -> None:
-        """Tell nothing more of these calls, or of all under way, and have others take their places."""
+    def give_up(self, calls: Collection[int] | None = None) -> list[int]:
+        """Tell nothing more of these calls, or of all under way, and have others take their places. Those that had not
+        ended."""
         with self._lock:
-            given_up = list(self._open if calls is None else calls)
+            given_up = [i for i in list(self._open) if calls is None or i in calls]
             for i in given_up:
-                self._open.pop(i, None)
+                del self._open[i]
         for _ in given_up:
             self._begin_next()
+        return given_up
 
     def _begin_next(self) -> None:
         if (work := self._take()) is not None:

@@ -134,9 +134,8 @@ class Session:
         remedy = "raise call_timeout_s, or mend the function"
         if isinstance(self._peer, InHost):
             if not self._peer.raises:
-                self._peer.give_up(late)
                 remedy += ": in its host (own_process=False) it goes on taking a core until it returns"
-                self._fail(late, failed, what, rule, remedy)
+                self._fail(self._peer.give_up(late), failed, what, rule, remedy)
             return
         if self._asked_s is None:
             self._asked_s, self._answered = now_s, False
