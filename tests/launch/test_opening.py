@@ -162,6 +162,8 @@ def test_where_the_seconds_of_opening_went(tmp_path: Path) -> None:
         assert opening["start_s"].iloc[0] == 0
         assert opening[opening["kind"] == "check"]["note"].to_list() == ["this process"]
         assert "reading tiny-llama-tied" in lab.timeline().svg
+        lab.prompts.next(1)
+        assert "reading tiny-llama-tied" in lab.timeline().svg  # nothing has run in the iteration that began
         assert lab.timeline().span_count == len(spans)
         lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)
         assert len(lab.opening()) == len(opening)  # stages are no part of it

@@ -204,7 +204,9 @@ class History:
         spans, events = self._telemetry.spans(), self._telemetry.events()
         start = None
         if iterations is not None and len(spans):
-            starts = events[events["event"] == "iteration"]["time_s"].to_list()[-iterations:]
+            begun = events[events["event"] == "iteration"]["time_s"]
+            begun = begun[begun <= spans["end_s"].max()]  # the newest may have no span yet
+            starts = begun.to_list()[-iterations:]
             start = starts[0] if starts else None
         devices = [info.device for info in self._hosts.infos]
         records: list[Any] = events.to_dict("records")

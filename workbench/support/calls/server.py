@@ -29,7 +29,8 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from workbench.errors.frames import RaisedElsewhere, chain_of
@@ -143,7 +144,8 @@ class Calls:
             else:
                 if inspect.iscoroutine(value):
                     self._coroutines.add(invoke)
-                    asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
+                    running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
+                    running.add_done_callback(partial(_close, value))
                 else:
                     self._coroutines.discard(invoke)
                     self._end(work, value)
@@ -175,6 +177,11 @@ class Calls:
             self._tell("wrong", i, str(error))
         else:
             self._tell("raised", i, error)
+
+
+def _close(coroutine: Coroutine[Any, Any, Any], _: object) -> None:
+    """End one that may never have begun."""
+    coroutine.close()
 
 
 class Output(io.TextIOBase):
