@@ -48,12 +48,20 @@ def rewards(lab: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_an_update_goes_on_with_the_new_code_as_if_it_had_been_there(lab: Any, files: Files) -> None:
+def test_an_update_goes_on_with_the_new_code_as_if_it_had_been_there(
+    lab: Any, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = stored()
     with lab.kept("critic"):
         expected = [dict(lab.critic.update_critic(lab.put(table), clip=clip)) for clip in (0.2, 0.01)]
     first = dict(lab.critic.regress(lab.put(table)))
     files.edit("maths", "return 0.2", "return 0.01")  # which the worker's module imports by name
+    capsys.readouterr()
+    for told in ("two_maths: edited since the hosts loaded it", ""):  # once
+        rewards(lab)
+        said = capsys.readouterr().out
+        assert told in said
+        assert bool(told) == ("edited" in said)
     report = lab.reload()
     assert report.df["changed"].to_dict() == dict.fromkeys(("kernel", "shared-0", "shared-1"), "two_maths.bound")
     assert report.df["rank"].dropna().to_dict() == {"shared-0": 0, "shared-1": 1}

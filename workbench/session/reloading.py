@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from workbench.data.reward_function import check_function
 from workbench.display.html import table
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Progress
-from workbench.errors import BadInput, ReloadError
+from workbench.errors import BadInput, ReloadError, WorkbenchError
 from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
@@ -38,6 +39,8 @@ from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     import pandas as pd
+
+ANSWER_S = 5.0  # so long are hosts waited for that are to say which edited files they have loaded
 
 
 # How long an error, or an interrupt, waits for hosts to go back to the old code.
@@ -99,6 +102,7 @@ class Reloader:
         self._runner, self._hosts, self._groups_of_process = runner, runner.hosts, groups_of_process
         self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
+        self._told: dict[str, Stamp] | None = None  # the files of this kernel when their edits were last told of
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
@@ -143,8 +147,11 @@ class Reloader:
     def take_edits(self) -> None:
         """See `Workbench.take_edits`."""
         runner = self._runner
-        if self._watched is None or runner.overlap.on or runner.snapshots.open or runner.batches.looping:
+        if runner.overlap.on or runner.snapshots.open or runner.batches.looping:
             return  # what belongs together runs the same code
+        if self._watched is None:
+            self._tell_of_edits()
+            return
         loaded.note()
         if not (loaded.stale() or self._redefined() or self._watched != _stamps(self._watched)):
             return
@@ -156,6 +163,25 @@ class Reloader:
         self._watched = self._files_of_hosts()
         if report:
             print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
+
+    def _tell_of_edits(self) -> None:
+        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it."""
+        loaded.note()
+        files = _stamps({source.path for source in loaded.texts.values()})
+        if self._hosts.inline or files == self._told:
+            return
+        self._told, found = files, set[str]()
+        backend = self._hosts.backend
+        asked = [backend.ask(info.name, "stale_sources") for info in self._hosts.whole]
+        backend.wait(asked, ANSWER_S)
+        for pending in asked:
+            with suppress(WorkbenchError):  # of a host that is gone the stage itself tells
+                found |= set(pending.result() if pending.done() else ())
+        if found:
+            print(
+                f"{_few(sorted(found))}: edited since the hosts loaded it, and they go on with the code of before; "
+                "lab.reload() takes edits over, lab.autoreload() does so before each stage"
+            )
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 
