@@ -19,6 +19,8 @@ lab = tiny_lab("held", Path("runs"), backend="inline", if_exists="replace")
 ppo = wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 ppo.run(1)
 view = (panel := lab.panel("memory")).views["memory"]
+heard = view.on_library
+view.on_library = lambda: setattr(view, "on_library", heard)  # the page's first question for plotly is lost
 """
 AREAS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')[0].data]
   .filter((one) => one.stackgroup).map((one) => [one.name, Array.from(one.y)]))"""

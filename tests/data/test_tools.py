@@ -175,7 +175,7 @@ def test_a_tool_that_fails_is_a_message_or_fails_its_row(tool: Callable[..., Any
         deadline_s = time.monotonic() + 20
         while threading.active_count() > before and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
 
 def test_slow_tools_of_a_turn_run_at_the_same_time() -> None:

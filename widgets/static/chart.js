@@ -3,7 +3,7 @@ import { make } from "./dom.js";
 import { replace } from "./forms.js";
 
 const CHART_BUTTONS = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "sendChartToCloud"] };
-const ASK_AGAIN_MS = 2000; // a server may drop what is sent to it in a rush
+const ASK_AGAIN_MS = 2000; // the first time; then twice as long each time
 
 export function mountCharts(area, send) {
   const notes = make("div");
@@ -13,7 +13,7 @@ export function mountCharts(area, send) {
   area.append(notes, box, said, below);
   let plotly = null;
   let last = null;
-  let asked = 0; // when plotly was asked for
+  let asking = false;
   let over = false;
 
   function draw(data, buffers) {
@@ -24,10 +24,16 @@ export function mountCharts(area, send) {
     box.hidden = !data.figure;
     if (plotly) plot();
     else if (window.workbenchPlotly) window.workbenchPlotly.then(take, fail);
-    else if (Date.now() - asked > ASK_AGAIN_MS) {
-      asked = Date.now();
-      send("library");
-    }
+    else if (!asking) ask(ASK_AGAIN_MS);
+  }
+
+  // Ask for plotly until it is here: a server may drop what is sent in a rush, and nothing else may be drawn meanwhile.
+  function ask(again) {
+    if (plotly || over) return;
+    asking = true;
+    if (window.workbenchPlotly) window.workbenchPlotly.then(take, fail);
+    else send("library");
+    setTimeout(ask, again, 2 * again);
   }
 
   function take(library) {
