@@ -202,10 +202,11 @@ class Panel:
     def _leave(self) -> None:
         """What a kernel does last which ends by itself: no thread of ours writes to its sockets while it closes them,
         and all that was written is handed over, which ipykernel drops otherwise."""
+        if self._thread is None or not self._thread.is_alive():  # in a process that was forked from the kernel
+            return
         self._save()
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join(self.answer_s)
+        self._thread.join(self.answer_s)
         sys.stdout.flush()  # of ipykernel: it waits for all that was sent before
 
     def _look(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import workbench as wb
 from tests.cases import TINY, hosts_of, rollouts, tiny_lab, train_on
 from tests.expected import expect_error
-from workbench.backends.inline import RANK_VARIABLES, InlineBackend
+from workbench.backends.inline import VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
 from workbench.messages.calls import HostInfo
 from workbench.messages.replies import Output
@@ -31,7 +33,7 @@ from workbench.workers.roles.actor import ActorWorker
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """A kernel with settings of its own: some rank variables set, others not, and one thread."""
-    for name in RANK_VARIABLES:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "7")
     threads = torch.get_num_threads()
@@ -41,7 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def settings() -> tuple[dict[str, str], int]:
-    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}, torch.get_num_threads()
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}, torch.get_num_threads()
 
 
 def test_nothing_but_the_loopback_listens(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_the_users_own_group_stays(tmp_path: Path) -> None:
             Host(pair, InlineBackend()).join("127.0.0.1", 1)
     finally:
         dist.destroy_process_group()
-        for name in RANK_VARIABLES:
+        for name in VARIABLES:
             os.environ.pop(name, None)
 
 
@@ -206,3 +208,33 @@ def test_the_users_frames_are_there(lab: wb.Workbench, monkeypatch: pytest.Monke
     while trace.tb_next:
         trace = trace.tb_next
     assert trace.tb_frame.f_locals["mine"] == 5
+
+
+def test_a_script_is_left_as_it_was_found(tmp_path: Path) -> None:
+    """Its tracebacks, filters of warnings and logging are its own, and a process that it forks ends by itself."""
+    script = """
+import os, pathlib, sys, warnings
+import workbench as wb
+from transformers.utils import logging
+from tests.cases import rollouts, stored, tiny_lab
+
+def found():
+    return sys.excepthook, list(warnings.filters), logging.get_verbosity()
+
+runs = pathlib.Path(sys.argv[1])
+tiny_lab("imports", runs, backend="inline").close()  # imports of libraries may leave something
+before = found()
+with tiny_lab("left", runs, backend="inline") as lab:
+    rollouts(lab)
+    lab.actor.update_actor(lab.put(stored()))
+    assert found()[::2] == before[::2]
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert found() == before
+raise ValueError("of the script")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert "child 3" in done.stdout, done.stderr
+    assert done.stderr.rstrip().splitlines()[-1] == "ValueError: of the script"

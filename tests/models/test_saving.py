@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.cases import TINY
-from workbench.models import load_causal_lm
+from workbench.models import load_causal_lm, load_tokenizer
 from workbench.models.saving import write_model
 
 
@@ -35,3 +36,31 @@ def test_transformers_gives_equal_logits_from_one_file_and_from_shards(
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits, mine(ids).logits)
+
+
+def test_files_that_training_does_not_change_are_those_of_the_model(tmp_path: Path) -> None:
+    """Published folders hold what transformers refuses to write, and pad with EOS: they are saved as they were."""
+    mine, origin = load_causal_lm(TINY), tmp_path / "origin"
+    mine.save_pretrained(origin)
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(origin)
+    (origin / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    config = json.loads((origin / "config.json").read_text())
+    config |= {"torch_dtype": "float16", "attention_dropout": 0.1, "own": [1]}
+    (origin / "config.json").write_text(json.dumps(config))
+    weights = {name: weight.bfloat16() for name, weight in mine.state_dict().items()}
+    for scalar_head in (False, True):
+        saved = tmp_path / f"saved-{scalar_head}"
+        more = {"score.weight": torch.ones(1, mine.config.hidden_size), "score.bias": torch.ones(1)}
+        write_model(saved, weights | (more if scalar_head else {}), origin, scalar_head=scalar_head)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (saved / name).read_bytes() == (origin / name).read_bytes(), name
+        written = json.loads((saved / "config.json").read_text())
+        assert written["dtype"] == "bfloat16" and "torch_dtype" not in written
+        assert (written["attention_dropout"], written["own"]) == (0.1, [1])
+    assert written["score_bias"] == 1 and written["architectures"] == ["LlamaForSequenceClassification"]
+    assert AutoConfig.from_pretrained(saved).num_labels == 1
+    plain = tmp_path / "saved-False"
+    assert (plain / "generation_config.json").read_text() == '{"temperature": 0.9, "top_p": 0.6}'
+    assert AutoTokenizer.from_pretrained(plain).pad_token == tokenizer.eos_token

@@ -15,6 +15,7 @@ from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, chat_template, load_causal_lm, load_tokenizer, render_prompt
 from workbench.models.bundled import gguf_path
 from workbench.models.tokenizers import differing_ends, render_reply, turn_end
+from workbench.models.written_tokens import written_tokens
 
 
 def changed(tmp_path: Path, **changes: Any) -> Path:
@@ -233,3 +234,25 @@ def test_a_template_that_raises_is_a_typed_error_without_what_a_terminal_obeys()
         with pytest.raises(BadInput, match=rf"the chat template of .* refuses them: {said}") as caught:
             render_prompt(tokenizer, "Hi", chat=True)
         assert "\x1b" not in str(caught.value)
+
+
+def test_a_text_that_begins_a_sequence_has_one_bos_and_no_end(tmp_path: Path) -> None:
+    """Of tokenizers that put BOS before a text, EOS behind it, both or neither; and where the text begins with BOS."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer("tiny-llama")
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    special = [(bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
+    plain = tokenizer.encode("ab", add_special_tokens=False)
+    for single, begins in ((f"{bos} $A", True), (f"$A {eos}", False), (f"{bos} $A {eos}", True), ("$A", False)):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+        expected = [tokenizer.bos_token_id] * begins + plain
+        assert render_prompt(tokenizer, "ab", chat=False) == expected
+        with_bos = [tokenizer.bos_token_id, *plain]
+        assert render_prompt(tokenizer, f"{bos}ab", chat=False) == with_bos
+        assert written_tokens(tokenizer, f"{bos}ab", with_bos, "prompt").tokens[-1].writer == "user"
+        # what somebody renders himself is what the template gives
+        turns = [{"role": "user", "content": "ab"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+        assert render_prompt(tokenizer, text, chat=False) == ids == render_prompt(tokenizer, turns)

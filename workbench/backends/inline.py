@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
 import os
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +20,41 @@ from workbench.errors.containing import contained, passes
 from workbench.messages.calls import Call, HostInfo
 from workbench.workers.host import Host
 
-# What a host's `join` sets; DeepSpeed reads it.
-RANK_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 
 
 class _Kernel:
-    """What inline workbenches share because a process has it once: default process group, rank variables, threads.
+    """What inline workbenches share because a process has it once: default process group, rank variables, threads,
+    filters of warnings.
 
     The first to open notes how things were, and the last to close puts them back: a group that was there before stays.
     """
 
     def __init__(self) -> None:
         self._open = 0
+        self._filters = list[Any]()
+
+    @contextlib.contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """Around work of hosts: torch's hook, which writes the rank before each line of a traceback, does not stay, nor
+        what libraries do to transformers' logging; filters of warnings stay until the last workbench is closed."""
+        hook, filters, logger = sys.excepthook, list(warnings.filters), logging.getLogger("transformers")
+        level = logger.level
+        try:
+            yield
+        finally:
+            sys.excepthook = hook
+            logger.setLevel(level)
+            self._filters += [one for one in warnings.filters if one not in filters]
 
     def enter(self) -> None:
         """One workbench more."""
         if not self._open:
-            self._variables = {name: os.environ.get(name) for name in RANK_VARIABLES}
+            self._variables = {name: os.environ.get(name) for name in VARIABLES}
             self._threads = torch.get_num_threads()
             self._had_group = dist.is_initialized()
         self._open += 1
@@ -51,9 +72,21 @@ class _Kernel:
             else:
                 os.environ[name] = value
         torch.set_num_threads(self._threads)
+        warnings.filters[:] = [one for one in warnings.filters if one not in self._filters]  # type: ignore[index]
+        self._filters.clear()
 
 
 _kernel = _Kernel()
+
+
+def _keep_groups() -> None:
+    """In a process that was forked from the kernel: groups are never freed, since each would wait for a thread that
+    this process does not have."""
+    for group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 class Finished(Pending):
@@ -63,7 +96,8 @@ class Finished(Pending):
         self._value: Any = None
         self._error: Exception | None = None
         try:
-            self._value = ask()
+            with _kernel.left_as_found():
+                self._value = ask()
         except BaseException as error:
             if passes(error):
                 raise
@@ -96,7 +130,8 @@ class InlineBackend(Backend):
             )
         _kernel.enter()
         self._in_kernel = True
-        self._hosts = {info.name: Host(info, self) for info in infos}
+        with _kernel.left_as_found():
+            self._hosts = {info.name: Host(info, self) for info in infos}
 
     def host(self, name: str) -> Host:
         """One of its hosts: it is in this process."""

@@ -15,6 +15,7 @@ from workbench.batches.balance import minibatch_rows
 from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.report import NotApplicable
+from workbench.models.tokenizers import beginning
 from workbench.objectives.correction import Correction
 from workbench.workers.gradients import GradientReport
 
@@ -115,7 +116,7 @@ class Subject:
         prompts = []
         for row in range(unit * max(2, -(-8 // unit))):
             text = f"What is {row} plus {3 * row + 4}?" + " Think, then answer." * (row % 3)
-            prompts.append(lab.runner.batches.tokenizer.encode(text)[: generation.max_model_tokens - new])
+            prompts.append(beginning(lab.runner.batches.tokenizer, text)[: generation.max_model_tokens - new])
         uids = torch.arange(len(prompts))
         batch = lab.put({"prompt_ids": Ragged.of(prompts, torch.int64), "prompt_uid": uids})
         return lab.actor.generate_sequences(

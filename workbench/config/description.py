@@ -197,6 +197,21 @@ class Description:
             models["actor"] = models["actor"].generating(rollout.generation)
         return models
 
+    def as_declared(self) -> dict[str, Model]:
+        """`declared`, with None for what a role has from `defaults`, so that other defaults apply when it is opened
+        again. A setting that was assigned since counts as not set: see `retrained_as`."""
+        found = {}
+        for role, model in self.declared.items():
+            default = replace(model, **dict.fromkeys(self.defaults)).filled(role, **self.defaults)
+            assigned = {name: getattr(default.training, name) for of, name in self.changed if of == role}
+            assert model.training is not None
+            own = replace(model, training=replace(model.training, **assigned))
+            follows = [name for name in self.defaults if getattr(own, name) == getattr(default, name)]
+            if model.trained and not default.trained:  # a reward model is trained where its settings are given
+                follows.remove("training")
+            found[role] = replace(model, **dict.fromkeys(follows))
+        return found
+
     def declaring(self, models: Mapping[str, Any]) -> dict[str, Model]:
         """`declared`, with models of more roles, as `wb.open` takes them."""
         more = {role: Model.of(check_role(role), model).filled(role, **self.defaults) for role, model in models.items()}
@@ -224,15 +239,20 @@ class Description:
         return replace(self, models=models, changed=changed, opened=self.opened or self.digest)
 
     def retrained_as(self, before: Description) -> Description:
-        """With the training settings that were assigned while another description was in force."""
+        """With the training settings that were assigned while another description was in force. Where this one has
+        another default, which its role follows, that is newer and stays."""
         found = self
         for role in dict(before.changed):
             model, now = before.models.get(role), found.models.get(role)
             names = [field for of, field in before.changed if of == role]
             if model is None or now is None or model.training is None or now.training is None or not now.trained:
                 continue
-            values = {name: getattr(model.training, name) for name in names}
-            found = found.retrained(role, replace(now.training, **values), names)
+            new, old = (one.defaults["training"].of_role(role) for one in (self, before))
+            values = {
+                name: getattr(model.training, name) for name in names
+                if getattr(new, name) == getattr(old, name) or getattr(now.training, name) != getattr(new, name)
+            }  # fmt: skip
+            found = found.retrained(role, replace(now.training, **values), values)
         return found
 
     def role_models(self) -> dict[str, RoleModel | None]:

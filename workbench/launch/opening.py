@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -402,3 +403,6 @@ def _leave() -> None:
             lab.end()
         lab.telemetry.sinks.close()
     stop_idle_head()
+
+
+os.register_at_fork(after_in_child=registry.opened.clear)  # a process that was forked here ends without them

@@ -43,10 +43,10 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> str:
 def _bos(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
     if tokenizer.bos_token_id is None or list(prompt_ids[:2]) != [tokenizer.bos_token_id] * 2:
         return ""
-    where = "the chat template writes it twice, or a text begins with it" if tokenizer.chat_template else "texts do too"
     return (
-        f"prompts begin with two {tokenizer.bos_token!r} (BOS): {where}. Models are trained with one: take it out of "
-        "the texts, or of chat_template in the model's folder"
+        f"prompts begin with two {tokenizer.bos_token!r} (BOS): the chat template writes it twice, or a message begins "
+        "with it. Models are trained with one: give texts that are rendered already with chat=False, or take it out of "
+        "chat_template in the model's folder"
     )
 
 

@@ -115,7 +115,7 @@ def render_prompt(
     if chat is None:
         chat = not is_text or bool(tokenizer.chat_template)
     if not chat:
-        return list(tokenizer(prompt, verbose=False)["input_ids"])  # how long it may be, the caller knows
+        return beginning(tokenizer, str(prompt))
     if not tokenizer.chat_template:
         raise BadInput(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template",
@@ -126,6 +126,16 @@ def render_prompt(
     text = rendered(tokenizer, messages) if isinstance(chat, bool) else chat.text(tokenizer, prompt)
     # the template writes all special tokens; how long it may be, the caller knows
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text with which a sequence begins: what the tokenizer puts before a text (BOS), once, also where
+    the text begins with it; and nothing of what it puts behind one (EOS), since a response follows."""
+    # how long it may be, the caller knows
+    own, whole = (list(tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for adds in (False, True))
+    at = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
+    before = whole[:at]
+    return own if own[:at] == before else before + own
 
 
 def is_text(value: object) -> bool:

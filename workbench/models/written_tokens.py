@@ -23,7 +23,8 @@ def written_tokens(
     messages. Where the text behind the ids is not known, as of a tokenizer without offsets, the writer is "other"."""
     chat = chat or ChatFormat()
     messages = chat.messages(prompt)
-    tries = [(prompt, [(0, len(prompt), "user")], True)] if isinstance(prompt, str) else []
+    plain_text = [prompt] if isinstance(prompt, str) else []
+    tries = [(text, [(0, len(text), "user")], adds) for text in plain_text for adds in (True, False)]
     if tokenizer.chat_template:
         text = chat.text(tokenizer, messages)
         spans = _spans(tokenizer, text, messages, chat)
@@ -32,10 +33,10 @@ def written_tokens(
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for text, spans, adds in tries if tokenizer.is_fast else ():
         read = tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)
-        if list(read["input_ids"]) == list(token_ids):
+        if list(read["input_ids"])[: len(token_ids)] == list(token_ids):  # the tokenizer may put an end behind a text
             found = [
                 _token(tokenizer, number, text, start, end, spans, number in special)
-                for number, (start, end) in zip(token_ids, read["offset_mapping"], strict=True)
+                for number, (start, end) in zip(token_ids, read["offset_mapping"], strict=False)
             ]
             return WrittenTokens(tuple(found), name)
     plain = [WrittenToken(n, str(tokenizer.decode([n])), "other", n in special) for n in token_ids]

@@ -16,6 +16,7 @@ from workbench.session.checkpoint.files import Checkpoint
 from workbench.session.checkpoint.saving import saved_parts
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
+from workbench.support.flat_settings import flat
 from workbench.workers.role_files import RoleFiles
 from workbench.workers.role_state import RankState
 
@@ -84,11 +85,17 @@ class Restoring:
         return bool(self._files[role].states)
 
     def retrained(self) -> Description:
-        """The description, with the training settings that were assigned before the checkpoint was saved."""
+        """The description, with the training settings that were assigned before the checkpoint was saved. Says these,
+        and what else differs from the checkpoint's."""
         self._description = self._description.retrained_as(self._before)
         for role, field in self._description.changed:
             training = self._description.models[role].training
             print(f"goes on with lab.{role}.training.{field} = {getattr(training, field)!r}, as it was assigned")
+        saved, now = (_settings(one) for one in (self._before, self._description))
+        differing = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+        if differing:
+            said = ", ".join(f"{name} = {now.get(name)} (was {saved.get(name)})" for name in differing)
+            print(f"settings that differ from the checkpoint's: {said}")
         return self._description
 
     def check(self, prompts: PromptStream) -> None:
@@ -151,6 +158,12 @@ class Restoring:
         )  # fmt: skip
 
 
+def _settings(description: Description) -> dict[str, Any]:
+    """What the roles compute with, by name; training of those that are trained."""
+    models = description.declared
+    return flat({role: model if model.trained else model.changed(training=None) for role, model in models.items()})
+
+
 def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
     """Shape and bytes of an element of each weight of the parts of that name, as text."""
     weights = (weight for part in parts if part.what == what for weight in part.weights)
@@ -172,7 +185,7 @@ def arguments_of(description: Description) -> dict[str, Any]:
         "idle_hours",
         "record",
     )
-    return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
+    return {"models": description.as_declared(), **description.defaults, **{n: getattr(description, n) for n in same}}
 
 
 def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any], called: str) -> None:
