@@ -87,7 +87,7 @@ def test_bad_rows_of_files_are_named_by_line_and_can_be_skipped(tmp_path: Path, 
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": \n[1]\n{"prompt": "b"}\n{"answer": "c"}\n')
     prompts = Prompts(lines, tokenizer=tokenizer, shuffle=False, bad_rows="skip")
-    assert [(row.index, row.prompt) for row in prompts.rows] == [(0, "a"), (1, "b")]
+    assert [(row.index, row.prompt) for row in prompts.rows] == [(0, "a"), (3, "b")]
     assert [("line 2" in one, "line 3" in one, "line 5" in one) for one in prompts.skipped] == [
         (True, False, False), (False, True, False), (False, False, True),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,15 +52,16 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
 
 
-class PromptReader:
+class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
     dropped, cut: how many rows were too long. skipped: those that are no prompts. read_as: see `Rows`.
     """
 
     def __init__(
-        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool, max_prompt_tokens: int,
-        overlong: Literal["filter", "cut", "error"], chat: bool | ChatFormat | None, bad_rows: BadRows,
+        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None, seed: int = 0,
+        shuffle: bool = True, max_prompt_tokens: int = 512, overlong: Literal["filter", "cut", "error"] = "filter",
+        chat: bool | ChatFormat | None = None, bad_rows: BadRows = "error",
     ) -> None:  # fmt: skip
         one_of("overlong", overlong, ("filter", "cut", "error"))
         whole("max_prompt_tokens", max_prompt_tokens, 1)
@@ -71,6 +73,12 @@ class PromptReader:
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
+        self.seed, self.shuffle = seed, shuffle
+        self._read(source, prompt_column)
+
+    @abstractmethod
+    def _read(self, source: Source, column: str | None) -> None:
+        """Read the source, or begin to. column: the one with the prompt, where it was named."""
 
     def prompt(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
         """The prompt of a row; None where it is dropped, or skipped. index, place: where it stands in the source."""
