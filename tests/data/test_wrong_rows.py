@@ -141,6 +141,19 @@ def test_an_algorithm_has_no_other_fields(lab: wb.Workbench) -> None:
     assert ppo.iterate() and ppo.clip == 0.1
 
 
+def test_a_draw_whose_stage_was_refused_is_no_iteration(lab: wb.Workbench) -> None:
+    before = lab.iteration
+    for _ in range(2):
+        with expect_error(BadInput, value="max_new_tokens"):
+            lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=0)
+    batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+    assert lab.iteration == before + 1 == batch.meta["iteration"]
+    with expect_error(BadInput, value="max_new_tokens"):
+        lab.actor.generate_sequences(batch, max_new_tokens=0)
+    lab.prompts.next(2)
+    assert lab.iteration == before + 2  # a stage has run
+
+
 def test_an_evaluation_that_is_none_is_refused_before_an_iteration(lab: wb.Workbench) -> None:
     ppo, before = wb.PPO(lab, prompts=4), lab.iteration
     with expect_error(BadInput, value="evaluate=5"):
