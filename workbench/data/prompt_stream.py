@@ -93,7 +93,7 @@ class PromptStream:
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
 
-        An iteration begins with it; where a stage of the one before was refused and none has run, that one begins again.
+        An iteration begins with it; the one before begins again where one of its stages was refused and none has run.
         """
         return self._draw(n, begins=True)
 
