@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.data.sandbox import REMEDY, problem_here, run_python
+from workbench.data.sandbox import REMEDY, check_sandbox, run_python
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
 from workbench.support.calls.needs import needs
@@ -218,12 +218,7 @@ def _found(path: str, query: str, results: int, words: int) -> list[dict[str, st
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
-def _check_sandbox() -> None:
-    if problem := problem_here():
-        raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
-
-
-@needs(_check_sandbox)
+@needs(check_sandbox)
 @checked_call("wb.toolbox.python")
 def python(code: str) -> str:
     """Run a Python program and return what it prints.
