@@ -32,7 +32,7 @@ def main() -> int:
         row: dict[str, object] = {"lesson": path.stem}
         try:
             script = export_notebook(path, folder / f"{path.stem}.py", runs=[])
-            proof = prove(path, script.text, read_notebook(path).small_settings)
+            proof = prove(path, script.text, read_notebook(path).small_settings())
         except WorkbenchError as error:
             print(error, file=sys.stderr)
             row["verdict"] = "failed"

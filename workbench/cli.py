@@ -277,7 +277,7 @@ def _export(arguments: argparse.Namespace) -> int:
         rule = f"the script's parameters are {', '.join(script.parameters) or 'none'}"
         raise BadInput(f"--set {unknown[0]}", rule, "name one of them; tag their cell `parameters`")
     forced = {"backend": arguments.backend} if arguments.backend else {}
-    proof = prove(notebook, script.text, {**page.small_settings, **given}, forced)
+    proof = prove(notebook, script.text, {**page.small_settings(), **given}, forced)
     answer |= {"equal": proof.ok, "tolerance": proof.tolerance, "calls": proof.table.to_dict("records")}
     print(json.dumps(answer) if arguments.json else f"{output}\n{proof}")
     return 0 if proof.ok else 1

@@ -22,7 +22,7 @@ LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 @pytest.mark.parametrize("name", ["104_estimate_and_compare", "303_your_own_algorithm", "306_a_loss_in_a_cell"])
 def test_lessons_and_their_scripts_agree_to_the_last_bit(name: str) -> None:
     path = LESSONS / f"{name}.ipynb"
-    settings = read_notebook(path).small_settings
+    settings = read_notebook(path).small_settings()
     proof = prove(path, export_notebook(path, runs=[]).text, settings, {"backend": "inline"})
     assert proof.ok, str(proof)
     assert proof.tolerance == 0

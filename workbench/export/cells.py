@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.session.cell_history import digest_of
 from workbench.support.files import path_of, read_json
+
+JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -47,78 +48,67 @@ class Cell:
 
 @dataclass(frozen=True)
 class Notebook:
-    """name: of the file. small_settings: values for parameters with which a run takes seconds, which the notebook's
-    metadata have as `workbench.check`."""
+    """name: of the file. metadata: the notebook's own, where `workbench.check` has small settings for a quick proof."""
 
     name: str
     cells: tuple[Cell, ...]
-    small_settings: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def code(self) -> tuple[Cell, ...]:
         return tuple(cell for cell in self.cells if cell.code and not cell.blank)
 
-
-class _CellMetadata(BaseModel, strict=True):
-    tags: list[str] = []
-
-
-class _Cell(BaseModel, strict=True):
-    cell_type: str = ""
-    id: Any = ""
-    source: str | list[str] = ""
-    execution_count: int | None = None
-    metadata: _CellMetadata = _CellMetadata()
-
-    def as_cell(self, number: int) -> Cell:
-        text = self.source if isinstance(self.source, str) else "".join(self.source)
-        return Cell(
-            number=number,
-            text="\n".join(text.replace("\r\n", "\n").split("\r")),
-            code=self.cell_type == "code",
-            id=str(self.id),
-            tags=frozenset(self.metadata.tags),
-            count=self.execution_count,
-        )
-
-
-class _Kernel(BaseModel, strict=True):
-    language: str = "python"
-
-
-class _Settings(BaseModel, strict=True):
-    check: dict[str, Any] = {}
-
-
-class _Metadata(BaseModel, strict=True):
-    kernelspec: _Kernel = _Kernel()
-    workbench: _Settings = _Settings()
-
-
-class _File(BaseModel, strict=True):
-    """What is read of a notebook file."""
-
-    cells: list[_Cell]
-    metadata: _Metadata = _Metadata()
+    def small_settings(self) -> dict[str, Any]:
+        """Values for parameters with which a run takes seconds, as the notebook's metadata say them."""
+        return dict(self.metadata.get("workbench", {}).get("check", {}))
 
 
 def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     """The cells of an .ipynb file of format 4. `BadInput` for what is none, or is not Python."""
     path = path_of(path, "notebook")
     rule = "a notebook file of Jupyter, format 4, with a Python kernel"
-    remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
     try:
-        file = _File.model_validate(read_json(path))
+        content = read_json(path)
+        cells, metadata = content["cells"], content.get("metadata", {})
     except FileNotFoundError:
         remedy = "give the path of an .ipynb file that exists; save the notebook first"
         raise BadInput(str(path), rule, remedy) from None
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise BadInput(f"{path}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", rule, remedy) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
         raise BadInput(f"{path}: {type(error).__name__} {error}", rule, remedy) from None
-    if file.metadata.kernelspec.language != "python":
-        language = file.metadata.kernelspec.language
+    cells, metadata = _of_type(cells, list, "cells"), _of_type(metadata, dict, "metadata")
+    kernel = _of_type(metadata.get("kernelspec", {}), dict, "metadata.kernelspec")
+    _of_type(_of_type(metadata.get("workbench", {}), dict, "metadata.workbench").get("check", {}), dict, "check")
+    language = kernel.get("language", "python")
+    if language != "python":
         raise BadInput(f"{path} is written in {language}", rule, "only Python becomes a script")
-    cells = tuple(cell.as_cell(number) for number, cell in enumerate(file.cells, 1))
-    return Notebook(path.name, cells, file.metadata.workbench.check)
+    return Notebook(path.name, tuple(_cell(number, cell) for number, cell in enumerate(cells, 1)), metadata)
+
+
+def _of_type(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """A value of the file; `BadInput` where it is of another type."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        rule = f"a notebook of format 4 has {' or '.join(JSON_NAMES[one] for one in kinds)} there"
+        raise BadInput(f"{what}: {shown(value)}", rule, "open it in Jupyter and save it again")
+    return value
+
+
+def _cell(number: int, cell: Any) -> Cell:
+    where = f"cell {number}"
+    cell = _of_type(cell, dict, where)
+    text = _of_type(cell.get("source", ""), (str, list), f"{where}, source")
+    for line in text if isinstance(text, list) else ():
+        _of_type(line, str, f"{where}, a line of its source")
+    tags = _of_type(
+        _of_type(cell.get("metadata", {}), dict, f"{where}, metadata").get("tags", []), list, f"{where}, tags"
+    )
+    count = _of_type(cell.get("execution_count"), (int, type(None)), f"{where}, execution_count")
+    return Cell(
+        number=number,
+        text="\n".join((text if isinstance(text, str) else "".join(text)).replace("\r\n", "\n").split("\r")),
+        code=cell.get("cell_type") == "code",
+        id=str(cell.get("id", "")),
+        tags=frozenset(_of_type(tag, str, f"{where}, a tag") for tag in tags),
+        count=count,
+    )
