@@ -18,7 +18,6 @@ from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.conversations.chat import Chat
 from workbench.conversations.credit import Value
-from workbench.conversations.tree import Tree, Turn
 from workbench.errors import BadInput, RolloutError
 
 END = {**SUMS, 36: 17.0}  # most turns end soon
@@ -74,14 +73,6 @@ def test_a_turn_at_a_time(lab: wb.Workbench, chat: Chat) -> None:
     with expect_error(BadInput, rule="the environment said that it is over"):
         chat.step()
     assert chat.go(None).here is None and not chat.ended
-
-
-def test_a_turn_shows_its_texts() -> None:
-    tree = Tree(decode=lambda ids: "".join(map(chr, ids)))
-    turn = Turn(number=0, parent=None, token_ids=[97, 98], log_probs=[0, 0], ending="stop", answer_ids=[99], reward=0.5)
-    assert repr(tree.add(turn)) == "<Turn 0: 'ab' -> 'c', reward 0.5>"
-    last = dataclasses.replace(turn, number=1, parent=0, answer_ids=(), written_by="hand", done=True)
-    assert repr(tree.add(last)) == "<Turn 1 (by hand): 'ab', reward 0.5, done>" and tree.turns[1].answer == ""
 
 
 def test_the_same_seed_takes_the_same_turns_and_training_sees_nothing(lab: wb.Workbench) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,17 +214,3 @@ def test_messages_keep_tool_calls_and_other_keys_on_their_way_to_the_template() 
     assert tokenizer.decode(examples.training[0].prompt_ids) == text
     with expect_error(BadInput, value="its answer calls tools"):
         Examples([{"messages": TURNS[:2]}], "demonstrations", tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize(
-    "message", [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant"}, {"content": "a"}]
-)
-def test_messages_without_text_are_refused(tokenizer: Any, message: dict[str, Any]) -> None:
-    with expect_error(BadInput, rule="messages are a list such as"):
-        Prompts([{"messages": [message, USER]}], tokenizer=tokenizer)
-
-
-def test_rows_of_json_lines_go_to_prompts_as_they_stand(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"{n}?", "n": n}) for n in range(3)))
-    assert [row.extra["n"] for row in Prompts(path, tokenizer=tokenizer, shuffle=False).rows] == [0, 1, 2]

@@ -136,6 +136,8 @@ def test_one_number_here_and_several_there_are_refused() -> None:
         ("1.0", "returned '1.0'"),
         ([1.0, 2.0, 3.0], "returned 3 numbers for a response of 2 tokens"),
         ([1.0, float("inf")], "returned inf"),
+        (10**400, "too large for a float"),
+        (3.5e38, "more than a column"),
     ],
 )
 def test_a_wrong_value_names_prompt_row_and_rank(value: Any, message: str) -> None:
