@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.test_user_calls import run as score
 from tests.expected import expect_error
 from workbench.data.batched import batched
-from workbench.data.reward_function import Asking, Score, first_failure, score_rows
+from workbench.data.reward_function import Asking, Score, score_rows
 from workbench.errors import BadInput, RewardError
 from workbench.support.calls.sessions import UserCalls
 
@@ -26,18 +28,7 @@ def processes() -> Iterator[None]:
 CALLS = UserCalls()
 
 
-def run(function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 5.0) -> list[Any]:
-    scores, failures = score_rows(
-        function,
-        [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
-        [i + 1 for i in range(n)],
-        asking=Asking(calls=CALLS, concurrency=concurrency, timeout_s=timeout_s, most=0),
-        where="rank 1 of pool shared",
-        row_numbers=[10 + i for i in range(n)],
-    )
-    if failures:
-        raise first_failure(failures)
-    return scores
+run = functools.partial(score, CALLS, timeout_s=5.0)
 
 
 def test_scores_come_in_row_order_however_they_finish() -> None:

@@ -13,7 +13,7 @@ import torch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.epochs import EpochRows
 from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, feedback, pair
-from workbench.data.rows import BadRows, Row, Rows
+from workbench.data.rows import BadRows, Row, Rows, counts
 from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
@@ -145,15 +145,11 @@ class Examples(EpochRows[Tokenized]):
     @property
     def summary(self) -> str:
         """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
-        counts = [f"{len(self.training)} {self.kind}"]
-        counts += [f"{len(self.held_out)} held out"] if self.held_out else []
-        over = f"over {self.max_tokens} tokens"
-        counts += [f"{self.cut} {over} cut"] if self.cut else []
-        counts += [f"{self.dropped} {over} dropped"] if self.dropped else []
-        counts += [] if self.cut or self.dropped else [f"none {over}"]
-        counts += [f"{self.equal} with equal answers dropped"] if self.equal else []
-        counts += [f"{self.skipped.total} bad skipped"] if self.skipped else []
-        return ", ".join(counts)
+        told = [f"{len(self.training)} {self.kind}"]
+        told += [f"{len(self.held_out)} held out"] if self.held_out else []
+        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped)
+        told += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        return ", ".join(told)
 
     def __repr__(self) -> str:
         name = reprlib.repr(self.name)[1:-1]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from workbench.batches.schema import SCHEMA
 from workbench.data.chat_messages import FORM, chat_messages
 from workbench.data.readers import READERS
-from workbench.data.rows import BadRows, Row, Skipped
+from workbench.data.rows import BadRows, Row, Skipped, counts
 from workbench.data.sources import Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
@@ -97,10 +97,7 @@ class PromptReader(ABC):
 
     def counts(self) -> list[str]:
         """How many rows were cut, dropped and skipped."""
-        counts = [f"{self.cut} over {self.max_prompt_tokens} tokens cut"] if self.cut else []
-        counts += [f"{self.dropped} over {self.max_prompt_tokens} tokens dropped"] if self.dropped else []
-        counts = counts or [f"none over {self.max_prompt_tokens} tokens"]
-        return counts + [f"{self.skipped.total} bad skipped"] * bool(self.skipped)
+        return counts(f"over {self.max_prompt_tokens} tokens", self.cut, self.dropped, self.skipped)
 
     def told(self, many: str, place: str) -> str:
         """The repr of prompts. many: how many there are; place: where they stand."""

@@ -267,27 +267,24 @@ class PromptStream:
             self._feed.wait_for_scores()
         if begins:
             self._feed.before_iteration()
-        left = "the prompts are drawn, or none are", "see lab.batches()"
-        with stoppable("drawing prompts", left), uninterrupted():
-            return self._put(self.source, n, begins=begins, iteration=iteration)
-
-    def _put(self, source: Prompts | StreamedPrompts, n: int, *, begins: bool, iteration: int | None) -> Batch:
         if iteration is None:
             iteration = self._feed.next_iteration if begins else self._feed.iteration
-        if self._order.function is not None and isinstance(source, Prompts):
-            rows = source.take(self._chosen(self._order.function, n, iteration))
-        else:
-            rows = source.next(n)
-        if begins:
-            self._feed.begin_iteration()
-        table = prompt_table(rows, self.drawn)
-        if self.records is not None:
-            places = [self._rows[row.index] for row in rows]
-            self.records.note_drawn(places, self.drawn, iteration, self._feed.iteration)
-        self.drawn += len(rows)
-        batch = self._feed.put(table, meta={"iteration": iteration}, owner="prompts")
-        self._feed.note_drawn()
-        return batch
+        left = "the prompts are drawn, or none are", "see lab.batches()"
+        with stoppable("drawing prompts", left), uninterrupted():
+            if self._order.function is not None and isinstance(self.source, Prompts):
+                rows = self.source.take(self._chosen(self._order.function, n, iteration))
+            else:
+                rows = self.source.next(n)
+            if begins:
+                self._feed.begin_iteration()
+            table = prompt_table(rows, self.drawn)
+            if self.records is not None:
+                places = [self._rows[row.index] for row in rows]
+                self.records.note_drawn(places, self.drawn, iteration, self._feed.iteration)
+            self.drawn += len(rows)
+            batch = self._feed.put(table, meta={"iteration": iteration}, owner="prompts")
+            self._feed.note_drawn()
+            return batch
 
     def __repr__(self) -> str:
         return repr(self.source) if self.source else "<no prompts: open with prompts=...>"

@@ -41,6 +41,12 @@ class Skipped(list[str]):
             self.append(f"{error.value}: {error.rule}" if error.rule else str(error.value))
 
 
+def counts(over: str, cut: int, dropped: int, skipped: Skipped) -> list[str]:
+    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words."""
+    told = [f"{number} {over} {word}" for number, word in ((cut, "cut"), (dropped, "dropped")) if number]
+    return [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
+
+
 class Rows(list[Row]):
     """Rows of a source.
 

@@ -218,11 +218,9 @@ def _named(source: str) -> tuple[str, Iterable[Placed]]:
         )  # fmt: skip
     if hub:
         return source, numbered(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"))
-    rule = f"datasets/ holds {known}" if known else f"there are no data sets in {str(DATASETS)!r}"
     close = get_close_matches(source.partition("/")[0], bundled, n=1)
-    raise BadInput(
-        f"no data set {source!r}", rule, (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
-    )
+    remedy = (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
+    raise BadInput(f"no data set {source!r}", f"datasets/ holds {known}", remedy)
 
 
 def _from_hub(repo: str, config: str | None, split: str) -> list[Row]:
