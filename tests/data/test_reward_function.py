@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def processes() -> Iterator[None]:
 CALLS = UserCalls()
 
 
-run = functools.partial(score, CALLS, timeout_s=5.0)
+run: Callable[..., list[Any]] = functools.partial(score, CALLS, timeout_s=5.0)
 
 
 def test_scores_come_in_row_order_however_they_finish() -> None:

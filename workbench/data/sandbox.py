@@ -160,7 +160,7 @@ def _seen(network: bool) -> Iterator[str]:
             yield from ("--ro-bind", folder, folder)
 
 
-def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads: int, network: bool) -> Ran:
+def _run(program: str, stdin: str, timeout_s: float, memory_bytes: float, threads: int, network: bool) -> Ran:
     with _file(program.encode(errors="replace")) as text, _file(b"") as status:
         passed = (text.fileno(), status.fileno())
         ran = _watched(
