@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
 from workbench.data.chat_messages import FORM, chat_messages
 from workbench.data.readers import READERS
-from workbench.data.rows import BadRows, Row, Skipped, counts
+from workbench.data.rows import BadRows, Overlong, Row, Skipped, counts
 from workbench.data.sources import Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
@@ -22,7 +22,8 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
 from workbench.models.written_tokens import written_tokens
-from workbench.support.validation import checked, one_of, whole
+from workbench.support.checked_calls import checked_call
+from workbench.support.validation import NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,15 +59,12 @@ class PromptReader(ABC):
     dropped, cut: how many rows were too long. skipped: those that are no prompts. read_as: see `Rows`.
     """
 
+    @checked_call("prompts")
     def __init__(
-        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None, seed: int = 0,
-        shuffle: bool = True, max_prompt_tokens: int = 512, overlong: Literal["filter", "cut", "error"] = "filter",
-        chat: bool | ChatFormat | None = None, bad_rows: BadRows = "error",
+        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None,
+        seed: NonNegativeInt = 0, shuffle: bool = True, max_prompt_tokens: PositiveInt = 512,
+        overlong: Overlong = "filter", chat: Any = None, bad_rows: BadRows = "error",
     ) -> None:  # fmt: skip
-        one_of("overlong", overlong, ("filter", "cut", "error"))
-        whole("max_prompt_tokens", max_prompt_tokens, 1)
-        whole("seed", seed, 0)
-        checked("shuffle", shuffle, bool)
         check_chat(chat, tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from workbench.errors import BadInput
-from workbench.support.validation import one_of
 
 Row = dict[str, Any]
 MOST_TOLD = 1000
 BadRows = Literal["error", "skip"]
+Overlong = Literal["filter", "cut", "error"]
 
 
 class Placed(NamedTuple):
@@ -28,7 +28,6 @@ class Skipped(list[str]):
     bad_rows: "error" raises instead."""
 
     def __init__(self, bad_rows: BadRows) -> None:
-        one_of("bad_rows", bad_rows, ("error", "skip"))
         super().__init__()
         self.bad_rows, self.total = bad_rows, 0
 

@@ -18,6 +18,7 @@ from workbench.data.rows import BadRows, Placed, Row, Rows, Skipped, named
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import is_text
+from workbench.support.checked_calls import checked_call
 
 Source = Any  # see `read_rows`
 
@@ -33,6 +34,7 @@ _FORMS = (
 )
 
 
+@checked_call("read_rows")
 def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool = True) -> Rows:
     """The rows of `source`, one dict a row, never empty.
 
