@@ -181,7 +181,7 @@ def run_without_sandbox(program: str, *, stdin: str, timeout_s: float, memory_by
 
 
 def _watched(
-    words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: int, threads: int, **options: Any
+    words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: float, threads: int, **options: Any
 ) -> Ran:
     """Run a command, and end it where it passes a limit: its output, and how it ended."""
     with _file(stdin.encode(errors="replace")) as given, _file(b"") as out, _file(b"") as err:
