@@ -16,8 +16,7 @@ import pytest
 
 import workbench as wb
 from tests.expected import expect_error
-from workbench.data.instructions import INSTRUCTIONS
-from workbench.data.sentences import capital_word_count, sentence_count
+from workbench.data.instructions import INSTRUCTIONS, capital_word_count, sentence_count
 from workbench.errors import BadInput
 
 TABLE = json.loads(Path(__file__).with_name("ifeval.json").read_text())

@@ -196,20 +196,6 @@ def test_a_restored_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     assert set(left) <= set(again.columns)
 
 
-def test_what_is_set_before_the_first_draw_and_after_the_last_is_kept(tmp_path: Path) -> None:
-    with opened("set", tmp_path) as lab:
-        lab.prompts.order = hardest
-        first = lab.save(tmp_path / "first")
-        lab.prompts.next(4)
-        lab.prompts.threshold = 0.25
-        second = lab.save(tmp_path / "second")
-    for saved, threshold in ((first, 1.0), (second, 0.25)):
-        with wb.restore(saved.folder, runs=tmp_path) as lab:
-            assert lab.prompts.threshold == threshold
-            with pytest.raises(BadInput, match=r"lab\.prompts\.order = hardest"):
-                lab.prompts.next(4)
-
-
 def test_dynamic_sampling_draws_in_the_order_too(lab: wb.Workbench) -> None:
     dapo = wb.DAPO(lab, prompts=3, samples=2, sampling=SHORT, rounds=4, overlong_buffer=0, reward=odd_differ)
     for _ in range(2):

@@ -21,109 +21,59 @@ from workbench.support.calls.sessions import UserCalls
 # answer | response
 RIGHT = r"""
 \frac{1}{2}|The answer is $\frac{1}{2}$.
-\frac{1}{2}|so $\boxed{\frac12}$
-\frac{1}{2}|\boxed{0.5}
 \frac{1}{2}|0.5
-\frac{1}{2}|1/2
-\frac{1}{2}|the answer is 2/4
 \frac{3}{4}|$\dfrac{3}{4}$
-\frac{3}{4}|\boxed{75\%}
-3\frac{1}{2}|\boxed{\frac{7}{2}}
 3\frac{1}{2}|$3.5$
-\frac{1}{3}|\boxed{0.333333}
--\frac{2}{3}|\boxed{\frac{-2}{3}}
 -\frac{2}{3}|$\boxed{-\tfrac{2}{3}}$
+12|\boxed{12\text{ cm}}
+90|\boxed{90^{\circ}}
+\frac{\sqrt{2}}{2}|\boxed{\frac{1}{\sqrt{2}}}
+x^2+2x+1|\boxed{(x+1)^2}
+\{1,2,3\}|\boxed{\{3,2,1\}}
+\{1,2\}|$x=1$ or $x=2$
+[1,2)|\boxed{\left[1,2\right)}
+[-2,7]|\boxed{x\in[-2,7]}
+y=2x+1|\boxed{y=1+2x}
+\begin{pmatrix}1\\2\end{pmatrix}|\boxed{\begin{pmatrix}1\\2\end{pmatrix}}
+2^{10}|1024
+\log_2 8|\boxed{3}
+-8|\boxed{-8}
 50\%|\boxed{50\%}
 50%|\boxed{50}
 50\%|\boxed{0.5}
-12.5\%|It is 12.5%.
-12\text{ cm}|\boxed{12}
-12|\boxed{12\text{ cm}}
-12|\boxed{12 \mathrm{~cm}^2}
-90^\circ|\boxed{90}
-90|\boxed{90^{\circ}}
 \$18|\boxed{18}
 18|\boxed{\$18} dollars in 2 days
 18|\boxed{18} dollars in 2 days
 1,234|\boxed{1{,}234}
 1234|That makes 1,234.
 1{,}234|\boxed{1234}
-2\sqrt{3}|\boxed{\sqrt{12}}
-2\sqrt{3}|$\boxed{2\sqrt3}$
-\frac{\sqrt{2}}{2}|\boxed{\frac{1}{\sqrt{2}}}
-10\pi|\boxed{10\pi}
-\frac{\pi}{2}|$\pi/2$
-x^2+2x+1|\boxed{(x+1)^2}
-x^2+1|we get $1+x^2$
-(x-1)(x+1)|\boxed{x^2-1}
-\{1,2,3\}|\boxed{\{3,2,1\}}
-1,2,3|\boxed{3,1,2}
-\{1,2\}|\boxed{1, 2}
-\{1,2\}|$x=1$ or $x=2$
-\left\{1,2\right\}|\boxed{\{2,1\}}
-(-\infty,3]|\boxed{(-\infty, 3]}
-[1,2)|\boxed{\left[1,2\right)}
-(2,\infty)|\boxed{(2,+\infty)}
-(-\infty,0)\cup(1,2)|\boxed{(1,2)\cup(-\infty,0)}
-[-2,7]|\boxed{x\in[-2,7]}
-(3,\frac{\pi}{2})|\boxed{\left(3,\frac{\pi}{2}\right)}
-(1,2)|\boxed{(1, 2.0)}
 x=5|\boxed{5}
 5|\boxed{x=5}
-y=2x+1|\boxed{y=1+2x}
-2<x<3|\boxed{2<x<3}
-x>2|\boxed{2<x}
-\begin{pmatrix}1\\2\end{pmatrix}|\boxed{\begin{pmatrix}1\\2\end{pmatrix}}
-\begin{bmatrix}1&0\\0&1\end{bmatrix}|\boxed{\begin{pmatrix}1&0\\0&1\end{pmatrix}}
 \text{(B)}|\boxed{B}
 (B)|\boxed{\text{(B)}}
-\text{Monday}|\boxed{\text{Monday}}
-2^{10}|1024
-10!|\boxed{3628800}
-3+4i|\boxed{4i+3}
-\log_2 8|\boxed{3}
-\boxed{7}|7
 $7$|\boxed{7}
-$\frac{1}{7}$|\boxed{\frac17}
 \(7\)|\boxed{7}
 6:00|\boxed{6:00}
 42|First \boxed{41}. No: \boxed{42}
 42|I think it is 41, but the final answer is $42$. I hope it is correct.
 42|\boxed{42
--8|\boxed{-8}
 1\times10^{3}|\boxed{1000}
-\sin(x)^2+\cos(x)^2|\boxed{1}
 """
 WRONG = r"""
 \frac{1}{2}|\boxed{\frac{1}{3}}
-\frac{1}{2}|\boxed{2}
+50\%|\boxed{5}
+\{1,2,3\}|\boxed{\{1,2\}}
+[1,2)|\boxed{(1,2]}
+x=1|\boxed{y=1}
+x>2|\boxed{x\ge 2}
+\text{Monday}|\boxed{\text{Tuesday}}
+1234|\boxed{1{,}235}
 \frac{1}{2}|
 \frac{1}{2}|I do not know.
 \frac{1}{2}|\boxed{}
-\frac{1}{3}|\boxed{0.33}
-50\%|\boxed{5}
-50|\boxed{0.5}
--8|\boxed{8}
 6:00|\boxed{7:00}
-\{1,2,3\}|\boxed{\{1,2\}}
-\{1,2\}|\boxed{\{1,3\}}
-(-\infty,3]|\boxed{(-\infty,3)}
-[1,2)|\boxed{(1,2]}
-(1,2)|\boxed{(2,1)}
-x^2+1|\boxed{x^2-1}
-x=1|\boxed{y=1}
-x+1|\boxed{y+1}
-x>2|\boxed{x<2}
-x>2|\boxed{x\ge 2}
-\begin{pmatrix}1\\2\end{pmatrix}|\boxed{\begin{pmatrix}2\\1\end{pmatrix}}
-\text{(B)}|\boxed{C}
-\text{Monday}|\boxed{\text{Tuesday}}
 42|\boxed{41} and not 42
 42|First \boxed{42}. No: \boxed{41}
-2\sqrt{3}|\boxed{3\sqrt{2}}
-10\pi|\boxed{31.4}
-1234|\boxed{1{,}235}
-3+4i|\boxed{3-4i}
 18|\boxed{18} \boxed{x
 """
 
@@ -198,19 +148,3 @@ def test_what_a_function_imports_is_no_part_of_the_time_of_its_first_call(tmp_pa
     finally:
         calls.close()
     assert scores == [1.0] and not failures
-
-
-@pytest.mark.thorough  # a call that does not end: test_user_calls.py
-def test_a_comparison_without_end_fails_its_row_alone() -> None:
-    """The number has ten thousand million digits: Python's lock is held while it is computed."""
-    calls = UserCalls()
-    rows = [{"prompt": "?", "response": rf"\boxed{{{n}}}", "answer": "2"} for n in ("2", "10^{10^{10}}", "3", "2")]
-    began_s = time.monotonic()
-    try:
-        asking = Asking(calls=calls, concurrency=4, timeout_s=2.0)
-        scores, failures = score_rows(math, rows, [1] * 4, asking=asking, where="rank 0", row_numbers=[0, 1, 2, 3])
-    finally:
-        calls.close()
-    assert scores == [1.0, None, 0.0, 1.0] and list(failures) == [1]
-    assert "more than 2 s" in failures[1].what
-    assert time.monotonic() - began_s < 30

@@ -88,12 +88,8 @@ def test_all_or_the_share() -> None:
 FAULTS: list[tuple[str, str]] = [
     ("while True: pass", r"took more than 0\.[5-9] s"),
     ("raise ValueError('no')", "ValueError: no"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with 139"),
     ("import os, time\nfor _ in range(7): os.fork()\ntime.sleep(30)", "started too many processes or threads"),
     ("x = bytearray(2**30)", "MemoryError"),
-    ("open('/usr/lib/x', 'w')", "OSError: .* Read-only file system"),
-    ("open('/home/x', 'w')", "Error: .*/home/x"),
-    ("import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)", "ConnectionRefusedError"),
     ("print(3", "SyntaxError"),
     ("print('bwrap: no'); import sys; sys.stderr.write('bwrap: no'); sys.exit(1)", "bwrap: no"),
     ("print(4)", "printed '4' in place of '3'"),
@@ -163,7 +159,10 @@ def test_the_time_of_all_tests_is_limited() -> None:
     assert scored.note.startswith("test 2 of 50: took more than")
 
 
-WRONG_TESTS: list[Any] = ["", "  ", [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "1"}, 3, None, [3]]
+WRONG_TESTS: list[Any] = [
+    "", "  ", [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": "1"}, 3, None, [3], {"test_list": [5]},
+    {"test_list": [""]}, {"inputs": [[1]], "outputs": [1], "fn_name": 5},
+]  # fmt: skip
 
 
 def test_wrong_tests_are_refused(subtests: pytest.Subtests) -> None:
@@ -216,17 +215,3 @@ def test_a_column_says_why(lab: wb.Workbench) -> None:
     assert both.df(["rewards_notes"])["rewards_notes"].tolist() == ["code: no code block"] * 2
     again = lab.reward.compute_reward(both, function={"code": wb.verifiers.code, "long": long}, only=[1])
     assert again.df(["rewards_notes"])["rewards_notes"].tolist() == ["code: no code block"] * 2
-
-
-NO_TESTS: list[dict[str, Any]] = [
-    {"test_list": [5]},
-    {"test_list": [""]},
-    {"test_list": [None]},
-    {"inputs": [[1]], "outputs": [1], "fn_name": 5},
-]
-
-
-def test_tests_that_test_nothing_are_refused(subtests: pytest.Subtests) -> None:
-    for tests in NO_TESTS:
-        with subtests.test(tests=tests), expect_error(BadInput, rule="no form that is known"):
-            cases_of(tests)

@@ -193,6 +193,8 @@ WRONG: list[tuple[Any, Any, str]] = [
     ([{"prompt": 7}], {}, "column 'prompt' of row 0 is 7"),
     ([{"prompt": ["a"]}], {}, r"of row 0 is \['a'\]\. a prompt is a text, or messages"),
     ([{"messages": [SYSTEM]}], {}, "of row 0 has no user message"),
+    ([{"messages": [{"role": "user", "content": [{"type": "image"}]}, user("a")]}], {}, "messages are a list such as"),
+    ([{"messages": [{"role": "assistant"}, user("a")]}], {}, "messages are a list such as"),
     ([{"messages": [user("a"), {"role": "assistant", "content": "b"}]}], {}, "ends with the assistant's message"),
     ([{"prompt": "a", "response": "b"}], {}, "row 0 has a column 'response'"),
     (

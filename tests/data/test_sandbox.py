@@ -123,12 +123,8 @@ def test_programs_are_tested() -> None:
     ran = run_python("print(input()[::-1])", stdin="abc\n")
     assert (ran.stdout, ran.stderr, ran.exit_code, ran.ended) == ("cba\n", "", 0, "exit")
     assert wb.sandbox.run_python is run_python
-
-
-@here
-def test_a_program_that_prints_much_may_pass_its_tests() -> None:
-    assert passes_tests("print('x' * 100_000)\ndef f(): return 1", "assert f() == 1")
-    assert not passes_tests("print('x' * 100_000)\ndef f(): return 1", "assert f() == 2")
+    loud = "print('x' * 100_000)\n"
+    assert passes_tests(f"{loud}double = lambda n: 2 * n", tests) and not passes_tests(f"{loud}double = abs", tests)
 
 
 @here

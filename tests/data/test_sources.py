@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,12 +117,6 @@ def test_wrong_sources_say_what_would_be_right(subtests: pytest.Subtests) -> Non
             read_rows(source)
 
 
-def test_without_the_datasets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "DATASETS", tmp_path / "datasets")
-    with pytest.raises(BadInput, match=f"there are no data sets in '{tmp_path}/datasets'"):
-        read_rows("arithmetic")
-
-
 def test_a_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with expect_error(MissingDependency, remedy="pip install datasets"):
@@ -199,13 +192,6 @@ def test_declared_offline_the_library_answers_from_its_cache(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "datasets", Hub(None, ["main"]))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert len(read_rows("openai/gsm8k")) == 1
-
-
-def test_rows_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:
-    rows = read_rows("arithmetic/test")
-    path = tmp_path / "copy.jsonl"
-    path.write_text("\r\n".join(json.dumps(row) for row in rows))
-    assert read_rows(path) == rows
 
 
 def test_a_misspelt_set_of_ours_does_not_go_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
-from workbench.data import blocks, streamed_prompts
-from workbench.data.blocks import blocks_of
-from workbench.data.rows import Skipped
+from workbench.data import readers, sources, streamed_prompts
+from workbench.data.sources import blocks_of
 from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer
@@ -29,9 +28,9 @@ def tokenizer() -> Any:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and windows of a few rows, so that small files have many."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(blocks, "BLOCK_ROWS", 64)
-    monkeypatch.setattr(blocks, "READ_ROWS", 16)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(sources, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(readers, "READ_ROWS", 16)
     monkeypatch.setattr(streamed_prompts, "WINDOW", 16)
 
 
@@ -76,9 +75,9 @@ KINDS = ("jsonl", "csv", "function", "split", "parquet", "arrow", "feather")
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_hold_each_row_once_in_order(tmp_path: Path, kind: str) -> None:
     source = blocks_of(source_of(tmp_path, kind))
-    found = [placed for block in range(len(source)) for placed in source.read(block, Skipped())]
+    found = [placed for block in range(source.count) for placed in source.read(block)]
     assert [placed.row for placed in found] == list(rows())
-    assert (len(source) > 3) == (kind not in ("csv", "function", "arrow"))
+    assert (source.count > 3) == (kind not in ("csv", "function", "arrow"))
     assert source.rows in (None, COUNT) and [p.number for p in found] == sorted(p.number for p in found)
 
 

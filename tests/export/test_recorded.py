@@ -392,15 +392,3 @@ def test_a_record_brings_no_code_into_a_script() -> None:
         assert expression(placement) is None
         good = "Placement.of({'shared': (2, ['actor', 'critic'])})"
         assert expression(good) == f"wb.{good}"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ordr": "run"}, r"it takes notebook.*write order= \(the nearest\)"), ({"order": "rn"}, "write order='run'"),
-        ({"loops": "no"}, "True or False"), ({"runs": "run"}, "a list of names"),
-    ],
-)  # fmt: skip
-def test_options_of_an_export_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        export_notebook(save(tmp_path / "page.ipynb", [("use", "n = 1", 1)]), **options)

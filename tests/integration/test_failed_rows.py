@@ -134,7 +134,7 @@ def exits(number: str) -> None:
     ("bad", "rows", "error"),
     [
         (crashes, [5], "ended its process with exit code 3"),
-        (hangs, [5, 6], "took more than 5 s; raise call_timeout_s, or mend the function"),
+        (hangs, [5, 6], "took more than 5 s; write compute_reward(..., call_timeout_s=60)"),
         (eats, [5], "raised MemoryError"),
         (exits, [5], "raised SystemExit: bye"),
     ],

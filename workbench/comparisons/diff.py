@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from workbench.comparisons.run_folder import RunFolder, run_folder
@@ -55,7 +56,7 @@ class RunDiff:
             caption = f"{title}: {len(rows) or 'none'} differ; a is {self.names[0]}, b is {self.names[1]}"
             parts.append(table(rows or [{"": "the same"}], caption=caption, max_rows=max(1, len(rows))))
         for role, text in self.source.items():
-            parts.append(folded(f"The function of {role}", f"<pre>{_escaped(text)}</pre>"))
+            parts.append(folded(f"The function of {role}", f"<pre>{escape(text)}</pre>"))
         if len(self.changes):
             changed: list[Any] = self.changes.to_dict("records")
             parts.append(table(changed, caption="changed while they lived", max_rows=40))
@@ -122,9 +123,3 @@ def _sources(a: RunFolder, b: RunFolder) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return plain_text(str(value), 120)
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)

@@ -42,6 +42,7 @@ class Answers:
     def _forget(self) -> None:
         self._environments: Environments | None = None
         self._rows: list[Mapping[str, Any]] = []
+        self._zeros: list[int] = []  # the number of the conversation's row, whichever environment it is of
         self._at: dict[Told, int] = {}
         self._observed: dict[Told, str] = {}
 
@@ -116,11 +117,12 @@ class Answers:
             calls = UserCalls()
             self._open.callback(calls.close)
             self._environments = Environments(
-                self._sampling, self._rows, self._tokenizer, max_model_tokens=self._most, calls=calls,
-                where="the notebook", row_numbers=_Zeros(),
+                self._sampling, self._rows, self._tokenizer, max_model_tokens=self._most, calls=[calls],
+                where="the notebook", row_numbers=self._zeros,
             )  # fmt: skip
             self._open.enter_context(self._environments.running())
         self._rows.append(self._row)
+        self._zeros.append(0)
         row = len(self._rows) - 1
         self._environments.begin(row, self._sampling.max_new_tokens)
         reply = self._reply(row)
@@ -155,16 +157,6 @@ class Answers:
                     )  # fmt: skip
                 if other == row:
                     return reply
-
-
-class _Zeros(Sequence[int]):
-    """The number of the conversation's row, whichever environment it is of."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return 0
-
-    def __len__(self) -> int:
-        return 1
 
 
 def _told(path: Sequence[Turn]) -> Told:

@@ -14,13 +14,9 @@ from workbench.batches.columns import Ragged, Table
 from workbench.batches.turns import marked
 from workbench.conversations.answers import Answers
 from workbench.conversations.continuations import STAGE, Continuations, row_table
-from workbench.conversations.credit import Credit
-from workbench.conversations.fork import Fork
-from workbench.conversations.pictures import pictures
-from workbench.conversations.rows import add_branch, branch_table, lists
+from workbench.conversations.credit import Credit, Fork, Value, pictures
+from workbench.conversations.rows import add_branch, as_answer, as_turn, branch_table, lists
 from workbench.conversations.tree import Tree, Turn
-from workbench.conversations.value import Value
-from workbench.conversations.written import as_answer, as_turn
 from workbench.data.resumed import Resumed, Said
 from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError

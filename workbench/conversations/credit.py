@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
-from workbench.conversations.tree import Turn
-from workbench.conversations.value import Value
+from workbench.conversations.rows import trained_turns
+from workbench.conversations.tree import Tree, Turn
+from workbench.display.conversation import TurnPicture
+from workbench.display.html import table
+from workbench.support.intervals import LEVEL, student_quantile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """The mean of n returns, and the ends of its 95 % interval: by Student's t, as returns of few continuations ask
+    for. NaN of one return. Where all are equal the interval is a point: it knows only of what was seen."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, returns: Sequence[float]) -> Value:
+        mean = fmean(returns)
+        if len(returns) < 2:
+            return cls(mean=mean, low=math.nan, high=math.nan, n=len(returns))
+        half = student_quantile(0.5 + LEVEL / 2, len(returns) - 1) * stdev(returns) / math.sqrt(len(returns))
+        return cls(mean=mean, low=mean - half, high=mean + half, n=len(returns))
+
+    def __str__(self) -> str:
+        if self.n < 2:
+            return f"{self.mean:.3g} (of 1)"
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}] (of {self.n})"
 
 
 class Credit:
@@ -30,3 +65,71 @@ class Credit:
         before, behind = self.value_behind(turn.parent), self.value_behind(turn.number)
         after = 0.0 if turn.done else None if behind is None else behind.mean
         return None if before is None or after is None else turn.reward + self.gamma * after - before.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Continuations from before turn `at`. Made by `chat.fork`.
+
+    leaves: the last turn of each, to go to or to put into a batch. returns: of each, the sum of gamma^k times the
+    reward of its k-th turn. value: their mean and its interval: the value of the conversation before that turn, by
+    Monte Carlo. critic: what the critic says of it; None without one. df: a frame with one row a continuation.
+    failed: continuations whose environment failed, which are not among them.
+    """
+
+    at: int
+    leaves: Sequence[Turn]
+    returns: Sequence[float]
+    endings: Sequence[str]
+    texts: Sequence[str]
+    turns: Sequence[int]
+    critic: float | None = None
+    failed: int = 0
+
+    @property
+    def value(self) -> Value:
+        return Value.of(self.returns)
+
+    @property
+    def df(self) -> pd.DataFrame:
+        import pandas as pd
+
+        columns = {
+            "leaf": [turn.number for turn in self.leaves], "turns": self.turns, "return": self.returns,
+            "ending": self.endings, "text": self.texts,
+        }  # fmt: skip
+        return pd.DataFrame(columns)
+
+    def __repr__(self) -> str:
+        critic = "" if self.critic is None else f", critic {self.critic:.3g}"
+        return f"<Fork before turn {self.at}: value {self.value}{critic}>"[:79]
+
+    def _repr_html_(self) -> str:
+        critic = "" if self.critic is None else f"; the critic says {self.critic:.3g}"
+        failed = f"; {self.failed} failed" if self.failed else ""
+        said = f"Before turn {self.at}: value {self.value}{critic}{failed}"
+        return table(
+            [{str(name): x for name, x in line.items()} for line in self.df.to_dict("records")], caption=escape(said)
+        )
+
+
+def pictures(tree: Tree, path: Sequence[Turn], credit: Credit) -> list[TurnPicture]:
+    """All turns of a tree, each before those that go on from it. path: the branch that is shown."""
+    found: list[TurnPicture] = []
+    on_path = {turn.number for turn in path}
+    trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))
+    indents: dict[int | None, int] = {None: 0}
+    for _, turn in tree.walk():
+        forked = len(tree.children(turn.parent)) > 1
+        indents[turn.number] = indents[turn.parent] + forked
+        value = credit.value_behind(turn.number)
+        found.append(
+            TurnPicture(
+                number=turn.number, indent=indents[turn.number], text=turn.text, answer=turn.answer,
+                by_hand=turn.written_by == "hand", answered_by_hand=turn.answered_by == "hand", reward=turn.reward,
+                done=turn.done, ending=turn.ending, advantage=credit.advantage(turn), value=str(value) if value else "",
+                on_path=turn.number in on_path, here=bool(path) and turn is path[-1],
+                trained=trained.get(turn.number, False), tokens=len(turn.token_ids),
+            )
+        )  # fmt: skip
+    return found

@@ -38,7 +38,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.data import resumed, user_functions
@@ -64,6 +64,7 @@ RULES = {
     "close": "",
     "summary": "the function of Context.summary returns a text",
 }
+LOOK_S = 0.002  # between two looks at several processes, while nothing is decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +76,23 @@ class _Call:
     last: int = 0
 
 
+@dataclass(kw_only=True)
+class _Process:
+    """Environments in one process. made: rows whose environments are in it. open: calls under way, by row."""
+
+    calls: UserCalls
+    concurrency: int
+    made: set[int] = field(default_factory=set)
+    open: dict[int, _Call] = field(default_factory=dict)
+    session: Session = field(init=False)
+
+
 class Environments:
     """The environments of one rank's rows, for one call of `generate_sequences`.
 
     rows: what each `reset` is given. max_model_tokens: longest prompt and response. calls: of the functions of this
-    role. where, row_numbers: for messages.
+    role, of each process: row i has its environment in process i modulo their number, so that the same seed has the
+    same neighbours again. where, row_numbers: for messages.
 
     An environment that raises, runs out of time or gives something else than asked for fails alone: its reply has the
     `RolloutError`, which names row, prompt and rank, or after fewer than `retries` failures asks for a new environment.
@@ -93,7 +106,7 @@ class Environments:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_model_tokens: int,
-        calls: UserCalls,
+        calls: Sequence[UserCalls],
         where: str,
         row_numbers: Sequence[int],
     ) -> None:
@@ -101,18 +114,15 @@ class Environments:
         self._make: Callable[[], Any] = sampling.environment
         self._sampling, self._rows, self._tokenizer = sampling, rows, tokenizer
         self._max_model_tokens = max_model_tokens
-        self._calls, self._where, self._row_numbers = calls, where, row_numbers
+        self._where, self._row_numbers = where, row_numbers
+        self._processes = [_Process(calls=one, concurrency=sampling.concurrency) for one in calls]
         self._asking: set[int] = set()  # rows whose environments ask for messages
-        self._session: Session
         self._sessions = contextlib.ExitStack()
-        self._made: set[int] = set()  # rows whose environments are in the session's process
-        self._open: dict[int, _Call] = {}
         self._given_up: set[int] = set()  # rows that have ended while their environment answers
         self._begun_s: dict[int, float] = {}
         self._calls_made = Counter[int]()  # of tools
         self._ready: list[tuple[int, Reply]] = []
         self._failures = Counter[int]()
-        self._concurrency = sampling.concurrency
         self._form = getattr(self._make, "tool_format", None)
         if self._form is not None:
             check_template(response_template(tokenizer, self._form))
@@ -123,7 +133,8 @@ class Environments:
     def running(self) -> Iterator[None]:
         """While they are in use; at the end they are closed."""
         with self._sessions:
-            self._session = self._sessions.enter_context(self._calls.session(self._make))
+            for process in self._processes:
+                self._enter(process)
             try:
                 yield
             except BaseException:
@@ -132,15 +143,21 @@ class Environments:
             for error in self._close():  # a finished rollout is worth more than a tidy end
                 warnings.warn(f"{error} The rollout is kept.", RuntimeWarning, stacklevel=2)
 
+    def _enter(self, process: _Process) -> None:
+        process.session = self._sessions.enter_context(process.calls.session(self._make))
+
+    def _of(self, row: int) -> _Process:
+        return self._processes[row % len(self._processes)]
+
     def begin(self, row: int, room: int) -> None:
         """Make that of a row; its reply has the tokens of its first text.
 
         room: tokens that the response has room for, of which that text leaves one at least.
         """
-        self._open[row] = _Call(method="reset", room=room)
-        self._made.add(row)
+        self._of(row).made.add(row)
         self._begun_s[row], self._calls_made[row] = time.monotonic(), 0
-        self._submit(row, user_functions.reset, user_functions.checked_beginning, (row, self._rows[row]))
+        call = _Call(method="reset", room=room)
+        self._submit(row, call, user_functions.reset, user_functions.checked_beginning, self._rows[row])
 
     def resume(self, row: int, told: Sequence[Told], began: str = "") -> None:
         """Make that of a row, and tell it the turns before again; its reply is empty. Where it does not answer as it
@@ -152,17 +169,17 @@ class Environments:
         for turn in told:
             text, more = self.arguments(Turn(row=row, response_ids=turn.ids, lead_ids=turn.lead_ids))
             said.append(Said(text=text, more=more, reward=turn.reward, done=False, observed=turn.observed))
-        self._open[row] = _Call(method="resume")
-        self._made.add(row)
+        self._of(row).made.add(row)
         self._begun_s[row] = time.monotonic()
         calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in said)
         self._calls_made[row] = sum(map(len, calls))
-        self._submit(row, resumed.resume, user_functions.checked_beginning, (row, self._rows[row], said, began))
+        call = _Call(method="resume")
+        self._submit(row, call, resumed.resume, user_functions.checked_beginning, self._rows[row], said, began)
 
     def say(self, turn: Turn) -> None:
         """Tell that of a row what the policy said."""
         row = turn.row
-        if row not in self._made:  # it went with its process
+        if row not in self._of(row).made:  # it went with its process
             self._ready.append((row, Reply(again=True)))
             return
         text, more = self.arguments(turn)
@@ -171,17 +188,17 @@ class Environments:
         if limit := self._limit(row):
             self._ready.append((row, Reply(limit=limit)))
             return
-        self._open[row] = _Call(method="step", last=turn.response_ids[-1])
-        self._submit(row, user_functions.step, user_functions.checked_reply, (row, text, more))
+        call = _Call(method="step", last=turn.response_ids[-1])
+        self._submit(row, call, user_functions.step, user_functions.checked_reply, text, more)
 
     def summarize(self, row: int, function: Callable[..., Any], context_ids: Sequence[int]) -> None:
         """Have a function summarize a context, in the process of a row's environment; see `Context.summary`."""
-        if row not in self._made:
+        if row not in self._of(row).made:
             self._ready.append((row, Reply(again=True)))
             return
-        self._open[row] = _Call(method="summary")
         text = self._tokenizer.decode(list(context_ids), skip_special_tokens=True)
-        self._submit(row, user_functions.summarize, user_functions.checked_summary, (row, function, text))
+        call = _Call(method="summary")
+        self._submit(row, call, user_functions.summarize, user_functions.checked_summary, function, text)
 
     def arguments(self, turn: Turn) -> tuple[str, dict[str, Any]]:
         """What `step` gets of a turn: its text, and what it may ask for by name."""
@@ -193,15 +210,23 @@ class Environments:
 
     def replies(self, wait_s: float) -> list[tuple[int, Reply]]:
         """The replies that have come, with their rows; waits until one has, or the time is over."""
-        if self._open:
-            self._poll(0.0 if self._ready else wait_s)
-        limited = self._open.items() if self._sampling.max_seconds is not None else ()  # thousands may be open
-        for row in [row for row, call in limited if call.method == "step" and self._is_late(row)]:
-            del self._open[row]
+        alone, until_s = len(self._processes) == 1, time.monotonic() + wait_s
+        while True:
+            for process in self._processes:
+                if process.open:
+                    self._poll(process, wait_s if alone and not self._ready else 0.0)
+                if self._sampling.max_seconds is not None:  # thousands may be open
+                    self._give_up_late(process)
+            if self._ready or alone or time.monotonic() >= until_s:
+                replies, self._ready = self._ready, []
+                return replies
+            time.sleep(LOOK_S)
+
+    def _give_up_late(self, process: _Process) -> None:
+        for row in [row for row, call in process.open.items() if call.method == "step" and self._is_late(row)]:
+            del process.open[row]
             self._given_up.add(row)
             self._ready.append((row, Reply(limit="max_seconds")))
-        replies, self._ready = self._ready, []
-        return replies
 
     def _limit(self, row: int) -> Literal["max_seconds", "max_calls"] | None:
         """What a conversation has run out of."""
@@ -215,34 +240,36 @@ class Environments:
         return most_s is not None and time.monotonic() - self._begun_s[row] > most_s
 
     def _submit(
-        self, row: int, invoke: Callable[..., Any], finish: Callable[..., Any], arguments: Sequence[Any]
+        self, row: int, call: _Call, invoke: Callable[..., Any], finish: Callable[..., Any], *arguments: Any
     ) -> None:
-        self._session.submit(invoke, finish, {row: arguments}, concurrency=self._concurrency)
+        process = self._of(row)
+        process.open[row] = call
+        process.session.submit(invoke, finish, {row: (row, *arguments)}, concurrency=process.concurrency)
 
-    def _poll(self, wait_s: float) -> None:
+    def _poll(self, process: _Process, wait_s: float) -> None:
         """Take in what calls gave, and begin anew where their process had to be killed."""
 
         def done(row: int, value: Any) -> None:
             if row in self._given_up:
                 return
-            self._ready.append((row, self._reply(row, self._open.pop(row), value)))
+            self._ready.append((row, self._reply(row, process.open.pop(row), value)))
 
-        self._session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
-        if self._session.alive:
+        process.session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
+        if process.session.alive:
             return
         # where it is not known which call ended the process, the next time it is
-        self._concurrency = 1 if self._session.begun else self._sampling.concurrency
-        self._ready += [(row, Reply(again=True)) for row in self._open]
-        self._open.clear()
-        self._made.clear()
-        self._session = self._sessions.enter_context(self._calls.session(self._make))
+        process.concurrency = 1 if process.session.begun else self._sampling.concurrency
+        self._ready += [(row, Reply(again=True)) for row in process.open]
+        process.open.clear()
+        process.made.clear()
+        self._enter(process)
 
     def _call_failed(
         self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
     ) -> None:
         if i in self._given_up:
             return
-        method = self._open.pop(i).method
+        method = self._of(i).open.pop(i).method
         if method == "resume":
             self._ready.append((i, Reply(again=True)))
             return
@@ -325,10 +352,7 @@ class Environments:
 
     def _close(self) -> list[RolloutError]:
         """Close those that are in use; what that raised."""
-        self._session.abandon()
-        rows, errors = sorted(self._made), list[RolloutError]()
-        if not rows or not self._session.alive:  # those of a process that was killed are gone
-            return []
+        errors = list[RolloutError]()
 
         def failed(
             row: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
@@ -336,15 +360,14 @@ class Environments:
             errors.append(self._error("close", row, what, rule, remedy))
             errors[-1].__cause__ = cause
 
-        self._session.each(
-            user_functions.close,
-            user_functions.nothing,
-            {row: (row,) for row in rows},
-            concurrency=self._concurrency,
-            timeout_s=self._sampling.call_timeout_s,
-            done=lambda row, value: None,
-            failed=failed,
-        )
+        for process in self._processes:
+            process.session.abandon()
+            if process.made and process.session.alive:  # those of a process that was killed are gone
+                process.session.each(
+                    user_functions.close, user_functions.nothing, {row: (row,) for row in sorted(process.made)},
+                    concurrency=process.concurrency, timeout_s=self._sampling.call_timeout_s,
+                    done=lambda row, value: None, failed=failed,
+                )  # fmt: skip
         return errors
 
     def _failed(self, row: int, error: RolloutError) -> Reply:

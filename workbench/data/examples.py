@@ -5,21 +5,23 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from workbench.batches.columns import Ragged, Table
 from workbench.data.epochs import EpochRows
 from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, feedback, pair
-from workbench.data.rows import BadRows, Row, Rows
+from workbench.data.rows import BadRows, Overlong, Row, Rows, counts
 from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
 from workbench.models.tokenizers import turn_end
-from workbench.support.validation import checked, one_of, whole
+from workbench.support.checked_calls import checked_call
+from workbench.support.validation import NonNegativeInt, Whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,25 +73,21 @@ class Examples(EpochRows[Tokenized]):
     Raises `BadInput` for a row that is none of its kind, with its place in the source.
     """
 
+    @checked_call("examples")
     def __init__(
         self,
         source: Source,
         kind: Kind,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int = 512,
-        overlong: Literal["filter", "cut", "error"] = "filter",
-        held_out: int = 0,
-        seed: int = 0,
+        max_tokens: Annotated[Whole, Field(ge=2)] = 512,
+        overlong: Overlong = "filter",
+        held_out: NonNegativeInt = 0,
+        seed: NonNegativeInt = 0,
         shuffle: bool = True,
-        chat: bool | ChatFormat | None = None,
+        chat: Any = None,
         bad_rows: BadRows = "error",
     ) -> None:
-        one_of("overlong", overlong, ("filter", "cut", "error"))
-        whole("max_tokens", max_tokens, 2)
-        whole("held_out", held_out, 0)
-        whole("seed", seed, 0)
-        checked("shuffle", shuffle, bool)
         check_chat(chat, tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.dropped = self.cut = self.equal = 0
@@ -145,15 +143,11 @@ class Examples(EpochRows[Tokenized]):
     @property
     def summary(self) -> str:
         """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
-        counts = [f"{len(self.training)} {self.kind}"]
-        counts += [f"{len(self.held_out)} held out"] if self.held_out else []
-        over = f"over {self.max_tokens} tokens"
-        counts += [f"{self.cut} {over} cut"] if self.cut else []
-        counts += [f"{self.dropped} {over} dropped"] if self.dropped else []
-        counts += [] if self.cut or self.dropped else [f"none {over}"]
-        counts += [f"{self.equal} with equal answers dropped"] if self.equal else []
-        counts += [f"{self.skipped.total} bad skipped"] if self.skipped else []
-        return ", ".join(counts)
+        told = [f"{len(self.training)} {self.kind}"]
+        told += [f"{len(self.held_out)} held out"] if self.held_out else []
+        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped)
+        told += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        return ", ".join(told)
 
     def __repr__(self) -> str:
         name = reprlib.repr(self.name)[1:-1]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from workbench.data.sandbox import MOST_SHOWN_BYTES, REMEDY, Ran, problem_here, run_python, run_without_sandbox
+from workbench.data.sandbox import MOST_SHOWN_BYTES, REMEDY, Ran, check_sandbox, run_python, run_without_sandbox
 from workbench.data.user_functions import Noted, short
-from workbench.errors import BadInput, MissingDependency, RewardError
+from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import plain_text, shown
 from workbench.support.calls.needs import needs, with_notes
 from workbench.support.validation import at_least, checked
@@ -49,12 +49,7 @@ class Case:
 
 
 def _check_sandbox() -> None:
-    if problem := problem_here():
-        raise MissingDependency(
-            f"no sandbox works here: {problem}",
-            "the verifier `code` runs programs of a model in one",
-            f"{REMEDY}; wb.verifiers.code_without_sandbox runs them with your rights",
-        )
+    check_sandbox(f"{REMEDY}; wb.verifiers.code_without_sandbox runs them with your rights")
 
 
 @needs(_check_sandbox)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
 from workbench.data.chat_messages import FORM, chat_messages
 from workbench.data.readers import READERS
-from workbench.data.rows import BadRows, Row, Skipped
+from workbench.data.rows import BadRows, Overlong, Row, Skipped, counts
 from workbench.data.sources import Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
@@ -21,7 +22,8 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
 from workbench.models.written_tokens import written_tokens
-from workbench.support.validation import checked, one_of, whole
+from workbench.support.checked_calls import checked_call
+from workbench.support.validation import NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,26 +53,30 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
 
 
-class PromptReader:
+class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
     dropped, cut: how many rows were too long. skipped: those that are no prompts. read_as: see `Rows`.
     """
 
+    @checked_call("prompts")
     def __init__(
-        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool, max_prompt_tokens: int,
-        overlong: Literal["filter", "cut", "error"], chat: bool | ChatFormat | None, bad_rows: BadRows,
+        self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None,
+        seed: NonNegativeInt = 0, shuffle: bool = True, max_prompt_tokens: PositiveInt = 512,
+        overlong: Overlong = "filter", chat: Any = None, bad_rows: BadRows = "error",
     ) -> None:  # fmt: skip
-        one_of("overlong", overlong, ("filter", "cut", "error"))
-        whole("max_prompt_tokens", max_prompt_tokens, 1)
-        whole("seed", seed, 0)
-        checked("shuffle", shuffle, bool)
         check_chat(chat, tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = 0
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
+        self.seed, self.shuffle = seed, shuffle
+        self._read(source, prompt_column)
+
+    @abstractmethod
+    def _read(self, source: Source, column: str | None) -> None:
+        """Read the source, or begin to. column: the one with the prompt, where it was named."""
 
     def prompt(self, index: int, row: Row, column: str, place: str) -> PromptRow | None:
         """The prompt of a row; None where it is dropped, or skipped. index, place: where it stands in the source."""
@@ -89,10 +95,7 @@ class PromptReader:
 
     def counts(self) -> list[str]:
         """How many rows were cut, dropped and skipped."""
-        counts = [f"{self.cut} over {self.max_prompt_tokens} tokens cut"] if self.cut else []
-        counts += [f"{self.dropped} over {self.max_prompt_tokens} tokens dropped"] if self.dropped else []
-        counts = counts or [f"none over {self.max_prompt_tokens} tokens"]
-        return counts + [f"{self.skipped.total} bad skipped"] * bool(self.skipped)
+        return counts(f"over {self.max_prompt_tokens} tokens", self.cut, self.dropped, self.skipped)
 
     def told(self, many: str, place: str) -> str:
         """The repr of prompts. many: how many there are; place: where they stand."""

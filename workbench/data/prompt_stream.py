@@ -39,14 +39,17 @@ class Feed(Protocol):
     @property
     def iteration(self) -> int: ...
 
+    @property
+    def next_iteration(self) -> int: ...
+
     def check_ready(self) -> None:
         """Raise where no batch can be made now."""
 
     def before_iteration(self) -> None:
         """Called before the rows of a new iteration are drawn."""
 
-    def begin_iteration(self) -> None:
-        """Count the next iteration."""
+    def begin_iteration(self, *, ahead: bool = False) -> None:
+        """Count the next iteration. ahead: its prompts were drawn before."""
 
     def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
         """A batch of columns."""
@@ -90,7 +93,7 @@ class PromptStream:
     def next(self, n: int) -> Batch:
         """The next n prompts as a batch: `prompt_ids`, `prompt_uid`, `prompt`, and the data set's other columns.
 
-        An iteration begins with it.
+        An iteration begins with it; the one before begins again where one of its stages was refused and none has run.
         """
         return self._draw(n, begins=True)
 
@@ -107,7 +110,7 @@ class PromptStream:
         self._feed.check_ready()
         self._feed.before_iteration()
         with uninterrupted():
-            self._feed.begin_iteration()
+            self._feed.begin_iteration(ahead=True)
             self._feed.note_drawn()
 
     def show(self, prompt: Any) -> WrittenTokens:
@@ -171,7 +174,7 @@ class PromptStream:
             if not callable(order):
                 raise BadInput(called, "must be a function of the ledger's frame, or None", EXAMPLE)
             self._recorded(called)
-            self._chosen(order, 1, self._feed.iteration + 1)
+            self._chosen(order, 1, self._feed.next_iteration)
         self._order.assign(order)
 
     @property
@@ -264,26 +267,24 @@ class PromptStream:
             self._feed.wait_for_scores()
         if begins:
             self._feed.before_iteration()
+        if iteration is None:
+            iteration = self._feed.next_iteration if begins else self._feed.iteration
         left = "the prompts are drawn, or none are", "see lab.batches()"
         with stoppable("drawing prompts", left), uninterrupted():
-            return self._put(self.source, n, begins=begins, iteration=iteration)
-
-    def _put(self, source: Prompts | StreamedPrompts, n: int, *, begins: bool, iteration: int | None) -> Batch:
-        number = self._feed.iteration + begins if iteration is None else iteration
-        if self._order.function is not None and isinstance(source, Prompts):
-            rows = source.take(self._chosen(self._order.function, n, number))
-        else:
-            rows = source.next(n)
-        if begins:
-            self._feed.begin_iteration()
-        table = prompt_table(rows, self.drawn)
-        if self.records is not None:
-            places = [self._rows[row.index] for row in rows]
-            self.records.note_drawn(places, self.drawn, number, self._feed.iteration)
-        self.drawn += len(rows)
-        batch = self._feed.put(table, meta={"iteration": number}, owner="prompts")
-        self._feed.note_drawn()
-        return batch
+            if self._order.function is not None and isinstance(self.source, Prompts):
+                rows = self.source.take(self._chosen(self._order.function, n, iteration))
+            else:
+                rows = self.source.next(n)
+            if begins:
+                self._feed.begin_iteration()
+            table = prompt_table(rows, self.drawn)
+            if self.records is not None:
+                places = [self._rows[row.index] for row in rows]
+                self.records.note_drawn(places, self.drawn, iteration, self._feed.iteration)
+            self.drawn += len(rows)
+            batch = self._feed.put(table, meta={"iteration": iteration}, owner="prompts")
+            self._feed.note_drawn()
+            return batch
 
     def __repr__(self) -> str:
         return repr(self.source) if self.source else "<no prompts: open with prompts=...>"

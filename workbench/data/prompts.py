@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from workbench.data.epochs import EpochRows
 from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
-from workbench.data.rows import BadRows
 from workbench.data.sources import Source, read_rows
 
 if TYPE_CHECKING:
     import pandas as pd
-    from transformers import PreTrainedTokenizerBase
-
-    from workbench.models.chat_format import ChatFormat
 
 
 class Prompts(PromptReader, EpochRows[PromptRow]):
@@ -40,37 +37,15 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
     Raises `BadInput` for rows that are no prompts, and when none is left.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_column: str | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        max_prompt_tokens: int = 512,
-        overlong: Literal["filter", "cut", "error"] = "filter",
-        chat: bool | ChatFormat | None = None,
-        bad_rows: BadRows = "error",
-    ) -> None:
-        options: dict[str, Any] = {"chat": chat, "bad_rows": bad_rows, "overlong": overlong}
-        PromptReader.__init__(
-            self,
-            source,
-            tokenizer=tokenizer,
-            seed=seed,
-            shuffle=shuffle,
-            max_prompt_tokens=max_prompt_tokens,
-            **options,
-        )
-        rows = read_rows(source, bad_rows=bad_rows, conventions=prompt_column is None)
+    def _read(self, source: Source, column: str | None) -> None:
+        rows = read_rows(source, bad_rows=self.skipped.bad_rows, conventions=column is None)
         self.skipped, self.read_as = rows.skipped, rows.read_as
-        column = prompt_column_of(rows[0], prompt_column)
-        found = (self.prompt(rows.numbers[i], row, column, rows.place(i)) for i, row in enumerate(rows))
-        kept = [row for row in found if row is not None]
+        column = prompt_column_of(rows[0], column)
+        made = map(self.prompt, rows.numbers, rows, itertools.repeat(column), rows.places)
+        kept = [row for row in made if row is not None]
         if not kept:
             raise self.none_left(f"{len(rows)} rows")
-        EpochRows.__init__(self, kept, seed=seed, shuffle=shuffle, called="prompts")
+        EpochRows.__init__(self, kept, seed=self.seed, shuffle=self.shuffle, called="prompts")
 
     @property
     def longest(self) -> PromptRow:

@@ -1,23 +1,45 @@
-"""Files of rows: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather."""
+"""Files of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather) in blocks that are read one by one, so that
+opening a file that is larger than memory reads next to nothing of it."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
+import importlib
+import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.data.rows import Row, Rows, Skipped
+from workbench.data.rows import Placed, Row
 from workbench.errors import BadInput, MissingDependency
 
+BLOCK_BYTES = 4 * 2**20  # of a .jsonl file
+READ_ROWS = 1024  # rows of a table that are turned into Python's at once
+TOLD_BYTES = 65_536  # at each end of a file, by which it is known again
 LONGEST_FIELD = 2**31 - 1  # characters of a field of a .csv file
 JSON_RULE = "each line is one JSON object in UTF-8"
-Reader = Callable[[Path, Skipped], Iterator[tuple[int, Row]]]  # (line from 1, or row from 0; the row)
+LIST_RULE = "the file is a JSON list of objects"
 
 
-def read_file(path: Path, skipped: Skipped) -> Rows:
-    """The rows of a file, read as the ending of its name says."""
+@dataclass(frozen=True)
+class Blocks:
+    """A source in blocks. read: the rows of a block, in order. identity: what tells the source from others, as plain
+    values. rows: how many it has; None: it is not known."""
+
+    read: Callable[[int], Iterable[Placed]]
+    identity: dict[str, Any]
+    count: int = 1
+    rows: int | None = None
+
+
+def file_blocks(path: Path, *, whole: bool) -> Blocks:
+    """The blocks of a file, which is read as the ending of its name says. whole: all of it is read, so that rows are
+    named by line. Raises `BadInput` for a file of another format, `MissingDependency` without pyarrow."""
     if path.suffix not in READERS:
         raise BadInput(
             f"{str(path)!r} is no file of rows",
@@ -26,99 +48,151 @@ def read_file(path: Path, skipped: Skipped) -> Rows:
         )
     if not path.is_file():
         raise BadInput(f"no file {str(path)!r}", f"paths start from {str(Path.cwd())!r}", "correct the path")
-    found = list(READERS[path.suffix](path, skipped))
-    places = [place for place, _ in found]
-    lined = path.suffix in LINED
-    return Rows([row for _, row in found], str(path), places if lined else None, None if lined else places, skipped)
+    return READERS[path.suffix](path, whole)
 
 
-def _json_lines(path: Path, skipped: Skipped) -> Iterator[tuple[int, Row]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # bad JSON as well as bad UTF-8
-                skipped.add(BadInput(f"{where}: {error}", JSON_RULE, "correct or delete the line"))
-                continue
-            if not isinstance(row, dict):
-                skipped.add(BadInput(f"{where} is of type {type(row).__name__}", JSON_RULE, 'write {"prompt": ...}'))
-                continue
-            yield number, row
+def _json_lines(path: Path, whole: bool) -> Blocks:
+    """Ranges of bytes; a line is in the block in which it begins."""
+
+    def read(block: int) -> Iterator[Placed]:
+        at, end = (0, math.inf) if whole else (block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
+        numbers = itertools.count()
+        with path.open("rb") as file:
+            if at:
+                file.seek(at - 1)
+                at += len(file.readline()) - 1  # the rest of a line of the block before
+            for line_number, line in enumerate(file, 1):
+                if at >= end:
+                    return
+                if line.strip():
+                    place = f"line {line_number}" if whole else f"the line at byte {at}"
+                    yield Placed(next(numbers) if whole else at, place, _json_row(line, f"{path}, {place}"))
+                at += len(line)
+
+    count = 1 if whole else max(1, math.ceil(path.stat().st_size / BLOCK_BYTES))
+    return Blocks(read, _identity(path), count)
 
 
-def _json(path: Path, skipped: Skipped) -> Iterator[tuple[int, Row]]:
-    rule = "the file is a JSON list of objects"
+def _json_row(line: bytes, where: str) -> Row | BadInput:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # bad JSON as well as bad UTF-8
+        return BadInput(f"{where}: {error}", JSON_RULE, "correct or delete the line")
+    if isinstance(row, dict):
+        return row
+    return BadInput(f"{where} is of type {type(row).__name__}", JSON_RULE, 'write {"prompt": ...}')
+
+
+def _json(path: Path, whole: bool) -> Blocks:
+    if not whole:
+        rule = "a .json file is read whole"
+        raise BadInput(f"stream=True with {str(path)!r}", rule, "write an object on each line of a .jsonl file")
     try:
         rows = json.loads(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
         remedy = "correct it; a file with an object on each line ends in .jsonl"
-        raise BadInput(f"{path}: {error}", rule, remedy) from error
+        raise BadInput(f"{path}: {error}", LIST_RULE, remedy) from error
     if not isinstance(rows, list):
-        raise BadInput(f"{path} is of type {type(rows).__name__}", rule, 'write [{"prompt": ...}, ...]')
-    for number, row in enumerate(rows):
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            skipped.add(BadInput(f"row {number} of {path} is of type {type(row).__name__}", rule, "correct the row"))
+        raise BadInput(f"{path} is of type {type(rows).__name__}", LIST_RULE, 'write [{"prompt": ...}, ...]')
+    return Blocks(lambda block: numbered(rows), {})
 
 
-def _csv(path: Path, skipped: Skipped, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(LONGEST_FIELD)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-        while True:
-            try:
-                row = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
-                remedy = "correct the line; a text with quotes or line breaks stands in quotes"
-                raise BadInput(f"{path}, line {reader.line_num}: {error}", "it is a table in UTF-8", remedy) from error
-            if row is None:
-                return
-            if None in row or None in row.values():
-                count = sum(value is not None for name, value in row.items() if name is not None)
-                count += len(row.get(None) or ())
-                value = f"{path}, line {reader.line_num} has {count} fields"
-                rule = f"the first line names {len(reader.fieldnames or ())} columns"
-                skipped.add(BadInput(value, rule, "put a field with a separator in quotes"))
-                continue
-            yield reader.line_num, dict(row)
+def _csv(path: Path, whole: bool) -> Blocks:
+    def read(block: int) -> Iterator[Placed]:
+        csv.field_size_limit(LONGEST_FIELD)
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            for number in itertools.count():
+                try:
+                    row = next(reader, None)
+                except (csv.Error, UnicodeDecodeError) as error:  # where the next row begins is not known any more
+                    remedy = "correct the line; a text with quotes or line breaks stands in quotes"
+                    raise BadInput(
+                        f"{path}, line {reader.line_num}: {error}", "it is a table in UTF-8", remedy
+                    ) from error
+                if row is None:
+                    return
+                place = f"line {reader.line_num}"
+                columns = reader.fieldnames or ()
+                given = [value for value in row.values() if isinstance(value, str)]
+                if len(given) == len(columns) and None not in row:
+                    yield Placed(number, place, row)
+                    continue
+                value = f"{path}, {place} has {len(given) + len(row.get(None) or ())} fields"
+                rule = f"the first line names {len(columns)} columns"
+                yield Placed(number, place, BadInput(value, rule, "put a field with a separator in quotes"))
+
+    return Blocks(read, _identity(path))
 
 
-def _tsv(path: Path, skipped: Skipped) -> Iterator[tuple[int, Row]]:
-    return _csv(path, skipped, "\t")
+def _parquet(path: Path, whole: bool) -> Blocks:
+    library = arrow_library(path, "pyarrow.parquet")
+    with _readable(path):
+        file = library.ParquetFile(path, memory_map=True)
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+    def tables(block: int) -> Iterator[list[Row]]:
+        with _readable(path):
+            for batch in file.iter_batches(batch_size=READ_ROWS, row_groups=[block]):
+                yield batch.to_pylist()
+
+    return table_blocks(sizes, tables, _identity(path))
 
 
-def _parquet(path: Path, skipped: Skipped) -> Iterator[tuple[int, Row]]:
-    parquet = arrow_library(path, "pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            batches = [batch.to_pylist() for batch in file.iter_batches()]
-    except OSError as error:  # of a cut or foreign file pyarrow's own errors are OSError or ValueError
-        raise unreadable(path, error) from error
-    except ValueError as error:
-        raise unreadable(path, error) from error
-    return enumerate(row for rows in batches for row in rows)
-
-
-def _arrow(path: Path, skipped: Skipped) -> Iterator[tuple[int, Row]]:
+def _arrow(path: Path, whole: bool) -> Blocks:
     ipc = arrow_library(path, "pyarrow.ipc")
-    try:
-        with path.open("rb") as file:
-            opened = ipc.open_file if file.read(6) == b"ARROW1" else ipc.open_stream
-        with path.open("rb") as file:
-            rows: list[Row] = opened(file).read_all().to_pylist()
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
-    return enumerate(rows)
+    with _readable(path):
+        mapped = arrow_library(path, "pyarrow").memory_map(str(path))
+        if mapped.read(6) != b"ARROW1":
+            mapped.close()
+            return Blocks(lambda block: numbered(_arrow_stream(path, ipc)), _identity(path))
+        file = ipc.open_file(mapped)
+        sizes = [file.get_batch(n).num_rows for n in range(file.num_record_batches)]
+
+    def tables(block: int) -> Iterator[list[Row]]:
+        batch = file.get_batch(block)
+        for start in range(0, batch.num_rows, READ_ROWS):
+            yield batch.slice(start, READ_ROWS).to_pylist()
+
+    return table_blocks(sizes, tables, _identity(path))
+
+
+def _arrow_stream(path: Path, ipc: Any) -> Iterator[Row]:
+    with _readable(path), path.open("rb") as file:
+        for batch in ipc.open_stream(file):
+            yield from batch.to_pylist()
+
+
+READERS: dict[str, Callable[[Path, bool], Blocks]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow,
+    ".feather": _arrow,
+}  # fmt: skip
+
+
+def numbered(items: Iterable[Any]) -> Iterator[Placed]:
+    """Items as rows, by their number."""
+    for number, item in enumerate(items):
+        yield Placed(number, f"row {number}", item)
+
+
+def table_blocks(
+    sizes: Sequence[int], tables: Callable[[int], Iterable[list[Row]]], identity: dict[str, Any]
+) -> Blocks:
+    """Tables of arrow as blocks: row groups of a parquet file, record batches of an arrow file, ranges of a data set.
+    sizes: rows of each block; tables: a block's rows, some at a time."""
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def read(block: int) -> Iterator[Placed]:
+        if sizes:
+            rows = (row for table in tables(block) for row in table)
+            for number, row in enumerate(rows, starts[block]):
+                yield Placed(number, f"row {number}", row)
+
+    return Blocks(read, identity, max(1, len(sizes)), starts[-1])
 
 
 def arrow_library(path: Path, module: str) -> Any:
     """A module of pyarrow, which reads a file."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -129,14 +203,22 @@ def arrow_library(path: Path, module: str) -> Any:
         ) from None
 
 
-def unreadable(path: Path, error: Exception) -> BadInput:
-    """The error for a file that is not what its name says."""
-    said = (str(error).strip().splitlines() or ["no message"])[0]
-    return BadInput(f"{str(path)!r}: {said}", f"a file that ends in {path.suffix} has that format", "write it again")
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Inside, what pyarrow raises for a cut or foreign file becomes `BadInput`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow's own errors are one of these
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        rule = f"a file that ends in {path.suffix} has that format"
+        raise BadInput(f"{str(path)!r}: {said}", rule, "write it again") from error
 
 
-READERS: dict[str, Reader] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _tsv, ".parquet": _parquet, ".arrow": _arrow,
-    ".feather": _arrow,
-}  # fmt: skip
-LINED = (".jsonl", ".csv", ".tsv")
+def _identity(path: Path) -> dict[str, Any]:
+    """Its size, and a digest of both ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(TOLD_BYTES))
+        file.seek(max(0, size - TOLD_BYTES))
+        digest.update(file.read())
+    return {"bytes": size, "ends": digest.hexdigest()}

@@ -166,23 +166,14 @@ def score_rows(
     Numbers may be Python's, numpy's or torch's; several are a sequence or an array of one axis, the same in all rows:
     a row that gets another kind than the first has failed. Errors name the prompt, the row and the rank.
     """
-    name = name_of(function)
 
     def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
-        prompt = short(str(rows[i].get("prompt", "")))
-        rule = rule or (
-            (RULE_OF_STEPS if isinstance(response_tokens[i], Steps) else RULE) * what.startswith("returned")
-        )
-        made = RewardError(
-            f"reward function {name} {what} for row {row_numbers[i]} on {where}, prompt {prompt!r}", rule, remedy
-        )
-        made.what = what
-        return made
+        returns = RULE_OF_STEPS if isinstance(response_tokens[i], Steps) else RULE
+        return _error(function, what, f"row {row_numbers[i]} on {where}", rows[i], rule, returns, remedy)
 
     scores: dict[int, Score]
-    scores, failures = asking.ask(
-        function, score, checked_score, list(zip(rows, response_tokens, strict=True)), error
-    )  # fmt: skip
+    calls = list(zip(rows, response_tokens, strict=True))
+    scores, failures = asking.ask(function, score, checked_score, calls, error)
     first = next((i for i in range(len(rows)) if i in scores), 0)
     for i, found in sorted(scores.items()):
         if isinstance(found, list) != isinstance(scores[first], list):
@@ -202,18 +193,22 @@ def score_groups(
     row_numbers: Sequence[Sequence[int]],
 ) -> tuple[dict[int, list[Score]], dict[int, RewardError]]:
     """A call of a `batched` function for each group of rows: a score a row, or an error, by number of group."""
-    name = name_of(function)
 
     def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
-        rows, prompt = row_numbers[i], short(str(groups[i][0].get("prompt", "")))
-        made = RewardError(
-            f"reward function {name} {what} for {len(rows)} rows, the first is row {rows[0]}, on {where}, "
-            f"prompt {prompt!r}",
-            rule or (RULE_OF_MANY * what.startswith("returned")),
-            remedy,
-        )
-        made.what = what
-        return made
+        rows = row_numbers[i]
+        of = f"{len(rows)} rows, the first is row {rows[0]}, on {where}"
+        return _error(function, what, of, groups[i][0], rule, RULE_OF_MANY, remedy)
 
     calls = list(zip(groups, response_tokens, strict=True))
     return asking.ask(function, score_together, checked_scores, calls, error, list(map(len, groups)))
+
+
+def _error(
+    function: RewardFunction, what: str, of: str, row: Mapping[str, Any], rule: str, returns: str, remedy: str
+) -> RewardError:
+    """The error of a call. what: it did; of: which rows; returns: the rule for what a call returns."""
+    prompt = short(str(row.get("prompt", "")))
+    rule = rule or returns * what.startswith("returned")
+    made = RewardError(f"reward function {name_of(function)} {what} for {of}, prompt {prompt!r}", rule, remedy)
+    made.what = what
+    return made

@@ -2,63 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from workbench.errors import BadInput
-from workbench.support.validation import one_of
 
 Row = dict[str, Any]
 MOST_TOLD = 1000
 BadRows = Literal["error", "skip"]
+Overlong = Literal["filter", "cut", "error"]
+
+
+class Placed(NamedTuple):
+    """A row as it was read: a dict, or a text; a `BadInput` in place of a row that cannot be read.
+
+    number: its place in the source, from 0; in a stream of a .jsonl file the byte at which its line begins.
+    """
+
+    number: int
+    place: str
+    row: Any
 
 
 class Skipped(list[str]):
     """Rows that could not be used: of the first `MOST_TOLD` the place and the reason. total: how many there are.
     bad_rows: "error" raises instead."""
 
-    def __init__(self, bad_rows: BadRows = "error") -> None:
-        one_of("bad_rows", bad_rows, ("error", "skip"))
+    def __init__(self, bad_rows: BadRows) -> None:
         super().__init__()
-        self._raises, self.total = bad_rows == "error", 0
+        self.bad_rows, self.total = bad_rows, 0
 
     def add(self, error: BadInput) -> None:
         """One more; raises `error` where no row may be skipped."""
-        if self._raises:
+        if self.bad_rows == "error":
             raise error
         self.total += 1
         if len(self) < MOST_TOLD:
             self.append(f"{error.value}: {error.rule}" if error.rule else str(error.value))
 
 
-class Rows(list[Row]):
-    """Rows of a source, which can say where each of them stands in it.
+def counts(over: str, cut: int, dropped: int, skipped: Skipped) -> list[str]:
+    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words."""
+    told = [f"{number} {over} {word}" for number, word in ((cut, "cut"), (dropped, "dropped")) if number]
+    return [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
 
-    numbers: the place of each row in the source, from 0; rows that were skipped count. lines: the line number of each
-    row in a file, from 1; None where the source has no lines. read_as: the convention in which its columns were read;
-    "" where they have the names that are used here. skipped: see `Skipped`.
+
+class Rows(list[Row]):
+    """Rows of a source.
+
+    numbers, places: of each row, where it stands in the source; skipped rows count. read_as: the convention in which
+    its columns were read; "" where they have the names that are used here. skipped: see `Skipped`.
     """
 
-    def __init__(
-        self, rows: Iterable[Row], name: str, lines: Sequence[int] | None = None, numbers: Sequence[int] | None = None,
-        skipped: Skipped | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(rows)
-        self.name, self.lines, self.read_as = name, lines, ""
-        self.numbers = range(len(self)) if numbers is None else numbers
-        self.skipped = Skipped() if skipped is None else skipped
+    def __init__(self, name: str, skipped: Skipped) -> None:
+        super().__init__()
+        self.name, self.skipped, self.read_as = name, skipped, ""
+        self.numbers, self.places = list[int](), list[str]()
 
     def where(self, index: int) -> str:
         """Row `index` as an error names it, such as "pairs.jsonl, line 7"."""
-        place = self.place(index)
-        return f"{place} of {self.name}" if self.lines is None else f"{self.name}, {place}"
+        return named(self.places[index], self.name)
 
-    def place(self, index: int) -> str:
-        """Row `index` within its source, such as "line 7"."""
-        return f"row {self.numbers[index]}" if self.lines is None else f"line {self.lines[index]}"
 
-    def kept(self, places: Sequence[int]) -> Rows:
-        """These of the rows."""
-        lines = None if self.lines is None else [self.lines[place] for place in places]
-        numbers = [self.numbers[place] for place in places]
-        return Rows([self[place] for place in places], self.name, lines, numbers, self.skipped)
+def named(place: str, source: str) -> str:
+    """A place with its source: "pairs.jsonl, line 7", "row 7 of a list"."""
+    return f"{place} of {source}" if place.startswith("row") else f"{source}, {place}"

@@ -31,9 +31,9 @@ from typing import IO, Any, Literal
 
 import psutil
 
-from workbench.errors import BadInput, MissingDependency
-from workbench.errors.plain_text import shown
+from workbench.errors import MissingDependency
 from workbench.support.checked_calls import checked_call
+from workbench.support.validation import PositiveFloat, PositiveInt
 
 MOST_FILE_BYTES = 2**24  # of each file that a program writes, its output among them
 MOST_SHOWN_BYTES = 2**16
@@ -73,9 +73,9 @@ def run_python(
     program: str,
     *,
     stdin: str = "",
-    timeout_s: float = 10.0,
-    memory_bytes: int = 2**29,
-    threads: int = 32,
+    timeout_s: PositiveFloat = 10.0,
+    memory_bytes: PositiveFloat = 2**29,
+    threads: PositiveInt = 32,
     network: bool = False,
 ) -> Ran:
     """Run a Python program in a sandbox, and wait until it has ended.
@@ -84,11 +84,7 @@ def run_python(
         time.
     Raises `MissingDependency` where no sandbox works here.
     """
-    for name, value in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes), ("threads", threads)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise BadInput(f"run_python({name}={shown(value)})", "must be a positive number")
-    if problem := problem_here():
-        raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
+    check_sandbox()
     return _run(program, stdin, timeout_s, memory_bytes, threads, network)
 
 
@@ -102,6 +98,12 @@ def passes_tests(program: str, tests: str, **limits: float) -> bool:
     passed = secrets.token_hex(16)  # else a program that ends itself without an error would pass
     ran = run_python(f"{program}\n\n{tests}\n\nprint({passed!r})\n", **limits)  # type: ignore[arg-type]
     return ran.exit_code == 0 and ran.last.rstrip().endswith(passed)
+
+
+def check_sandbox(remedy: str = REMEDY) -> None:
+    """Raise `MissingDependency` where no sandbox works on this machine."""
+    if problem := problem_here():
+        raise MissingDependency(f"no sandbox works here: {problem}", "programs of a model run in nothing else", remedy)
 
 
 @functools.cache
@@ -158,7 +160,7 @@ def _seen(network: bool) -> Iterator[str]:
             yield from ("--ro-bind", folder, folder)
 
 
-def _run(program: str, stdin: str, timeout_s: float, memory_bytes: int, threads: int, network: bool) -> Ran:
+def _run(program: str, stdin: str, timeout_s: float, memory_bytes: float, threads: int, network: bool) -> Ran:
     with _file(program.encode(errors="replace")) as text, _file(b"") as status:
         passed = (text.fileno(), status.fileno())
         ran = _watched(
@@ -179,7 +181,7 @@ def run_without_sandbox(program: str, *, stdin: str, timeout_s: float, memory_by
 
 
 def _watched(
-    words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: int, threads: int, **options: Any
+    words: Sequence[str], stdin: str, timeout_s: float, memory_bytes: float, threads: int, **options: Any
 ) -> Ran:
     """Run a command, and end it where it passes a limit: its output, and how it ended."""
     with _file(stdin.encode(errors="replace")) as given, _file(b"") as out, _file(b"") as err:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from workbench.data import readers
 from workbench.data.conventions import in_our_columns
-from workbench.data.readers import READERS, read_file
-from workbench.data.rows import BadRows, Row, Rows, Skipped
+from workbench.data.readers import READERS, Blocks, file_blocks, numbered, table_blocks
+from workbench.data.rows import BadRows, Placed, Row, Rows, Skipped, named
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import is_text
+from workbench.support.checked_calls import checked_call
 
 Source = Any  # see `read_rows`
 
 DATASETS = Path(str(files("workbench") / "datasets"))  # in a checkout a link to the folder datasets/
 HUB_TIMEOUT_S = 3.0
+BLOCK_ROWS = 65_536  # of a data set in memory-mapped files
 _NAME = re.compile(r"(?P<name>[\w.-]+)(?:/(?P<split>[\w.-]+))?")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?")
 _FORMS = (
@@ -31,6 +34,7 @@ _FORMS = (
 )
 
 
+@checked_call("read_rows")
 def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool = True) -> Rows:
     """The rows of `source`, one dict a row, never empty.
 
@@ -56,19 +60,86 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     Raises `BadInput` (empty, malformed or unknown source; a bad line is named by file and number), `MissingDependency`
     (a file or hub id without the library that reads it), `ModelUnavailable` (hub id that cannot be fetched).
     """
-    skipped = Skipped(bad_rows)
-    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
-        rows = read_file(Path(source).expanduser(), skipped)
-    elif isinstance(source, str):
-        rows = _named(source, skipped)
-    else:
-        rows = _listed(_items(source), f"a {type(source).__name__}", skipped)
-    readable = [place for place, row in enumerate(rows) if _is_row_readable(rows, place, row)]
-    rows = rows if len(readable) == len(rows) else rows.kept(readable)
+    name, found = _placed(source)
+    rows, first = Rows(name, Skipped(bad_rows)), None
+    for placed in found:
+        first = first or placed
+        try:
+            rows.append(row_of(placed, first, name))
+        except BadInput as error:
+            rows.skipped.add(error)
+        else:
+            rows.numbers.append(placed.number)
+            rows.places.append(placed.place)
     if not rows:
-        first = f"; {skipped[0]}" if skipped else ""
-        raise BadInput(f"{rows.name} holds no rows{first}", "a source has at least one row", _FORMS)
+        reason = f"; {rows.skipped[0]}" if rows.skipped else ""
+        raise BadInput(f"{name} holds no rows{reason}", "a source has at least one row", _FORMS)
     return in_our_columns(rows) if conventions else rows
+
+
+def row_of(placed: Placed, first: Placed, source: str) -> Row:
+    """A row as a dict; `BadInput` for one that cannot be used. first: of the source, whose kind all others have."""
+    item, place = placed.row, placed.place
+    if isinstance(item, BadInput):
+        raise item
+    if not isinstance(item, (str, dict)) or isinstance(item, str) is not isinstance(first.row, str):
+        kinds = type(item).__name__
+        kinds += "" if placed is first else f", {first.place} of type {type(first.row).__name__}"
+        remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
+        raise BadInput(f"{place} is of type {kinds}", "a list holds texts only, or dicts only", remedy)
+    row: Row = {"prompt": item} if isinstance(item, str) else _plain(item)
+    broken = next((name for name, value in row.items() if not _is_readable(value)), None)
+    if broken is not None:
+        raise BadInput(
+            f"{named(place, source)}: {broken!r} holds half of a surrogate pair: {shown(row[broken])}",
+            "a text is made of characters",
+            "decode the source with errors='replace', or drop the row",
+        )
+    return row
+
+
+def _placed(source: Source) -> tuple[str, Iterable[Placed]]:
+    """The rows of a source as they are read, and its name for messages."""
+    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
+        return _of_file(Path(source).expanduser())
+    if isinstance(source, str):
+        return _named(source)
+    return f"a {type(source).__name__}", numbered(_items(source))
+
+
+def _of_file(path: Path) -> tuple[str, Iterable[Placed]]:
+    blocks = file_blocks(path, whole=True)
+    return str(path), (placed for block in range(blocks.count) for placed in blocks.read(block))
+
+
+def blocks_of(source: Source) -> Blocks:
+    """The blocks of a source that is larger than memory: a .jsonl, .csv, .tsv, .parquet, .arrow or .feather file, a
+    split of the `datasets` library, or a function that gives a new generator of rows each time. Raises `BadInput` for
+    others."""
+    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(tuple(READERS))):
+        return file_blocks(Path(source).expanduser(), whole=False)
+    if inspect.isgeneratorfunction(source):
+        return Blocks(lambda block: numbered(source()), {"function": source.__qualname__})
+    if type(source).__module__.partition(".")[0] == "datasets":
+        if hasattr(source, "select"):
+            starts = range(0, len(source), BLOCK_ROWS)
+            sizes = [min(BLOCK_ROWS, len(source) - start) for start in starts]
+            identity = {"rows": len(source), "columns": list(source.column_names)}
+            return table_blocks(sizes, lambda block: _ranges(source, starts[block], sizes[block]), identity)
+        if not hasattr(source, "items"):
+            return Blocks(lambda block: numbered(source), {"columns": source.column_names})
+    raise BadInput(
+        f"stream=True with a source of type {type(source).__name__}",
+        "a stream reads a .jsonl, .csv, .tsv, .parquet, .arrow or .feather file, a split of the datasets library, or "
+        "calls a generator function",
+        "leave stream= out: what is in memory already needs none",
+    )
+
+
+def _ranges(source: Any, start: int, count: int) -> Iterator[list[Row]]:
+    for first in range(start, start + count, readers.READ_ROWS):
+        columns = source[first : min(first + readers.READ_ROWS, start + count)]
+        yield [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def kept_source(source: Source) -> Source:
@@ -78,23 +149,23 @@ def kept_source(source: Source) -> Source:
     return list(source) if isinstance(source, Iterator) else source
 
 
-def _items(source: Source) -> Sequence[Any]:
+def _items(source: Source) -> Iterable[Any]:
     """The rows of what is no file and no name."""
     if isinstance(source, (list, tuple)):
         return source
     library = type(source).__module__.partition(".")[0]
     if library == "pandas" and hasattr(source, "to_dict") and hasattr(source, "columns"):
-        return [{str(n): _present(v) for n, v in row.items()} for row in source.to_dict("records")]
+        return ({str(n): _present(v) for n, v in row.items()} for row in source.to_dict("records"))
     if library == "datasets" and isinstance(source, Mapping):
         splits = ", ".join(map(repr, source))
         raise BadInput(f"a {type(source).__name__}", f"it holds the splits {splits}", "give one of them: data['train']")
     for method in ("to_pylist", "to_dicts"):  # tables of arrow, frames of polars
         if library in ("pyarrow", "polars") and hasattr(source, method):
-            return list(getattr(source, method)())
+            return getattr(source, method)()
     if inspect.isgeneratorfunction(source):
-        return list(source())
+        return source()
     if library == "datasets" or isinstance(source, Iterator):
-        return list(source)
+        return source
     raise BadInput(
         f"a source of type {type(source).__name__}",
         "rows are read from a list, a frame, a generator, or by name",
@@ -109,51 +180,11 @@ def _present(value: Any) -> Any:
     return None if value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value) else value
 
 
-def _is_row_readable(rows: Rows, place: int, row: Row) -> bool:
-    try:
-        check_readable(row, rows.where(place))
-    except BadInput as error:
-        rows.skipped.add(error)
-        return False
-    return True
-
-
 def _is_readable(value: Any) -> bool:
     """Whether all texts in a value are made of characters."""
     if isinstance(value, Mapping):
         return all(map(_is_readable, value.values()))
     return is_text(value) if isinstance(value, str) else not isinstance(value, list) or all(map(_is_readable, value))
-
-
-def _listed(items: Sequence[Any], name: str, skipped: Skipped) -> Rows:
-    rows, numbers = list[Row](), list[int]()
-    for index, item in enumerate(items):
-        try:
-            rows.append(row_of(item, f"row {index}", items[0]))
-            numbers.append(index)
-        except BadInput as error:
-            skipped.add(error)
-    return Rows(rows, name, None, numbers, skipped)
-
-
-def row_of(item: Any, place: str, first: Any) -> Row:
-    """The row of an item of a list. first: the list's first item, whose kind all others have."""
-    if isinstance(item, (str, dict)) and isinstance(item, str) is isinstance(first, str):
-        return {"prompt": item} if isinstance(item, str) else _plain(item)
-    kinds = type(item).__name__ if item is first else f"{type(item).__name__}, row 0 of type {type(first).__name__}"
-    remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
-    raise BadInput(f"{place} is of type {kinds}", "a list holds texts only, or dicts only", remedy)
-
-
-def check_readable(row: Row, where: str) -> None:
-    """Raise `BadInput` where a text of a row is not made of characters."""
-    broken = next((name for name, value in row.items() if not _is_readable(value)), None)
-    if broken is not None:
-        raise BadInput(
-            f"{where}: {broken!r} holds half of a surrogate pair: {shown(row[broken])}",
-            "a text is made of characters",
-            "decode the source with errors='replace', or drop the row",
-        )
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +196,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _named(source: str, skipped: Skipped) -> Rows:
+def _named(source: str) -> tuple[str, Iterable[Placed]]:
     """A name under datasets/ is preferred to a hub id of the same spelling."""
     bundled = {path.parent.name for path in DATASETS.glob("*/*.jsonl")}
     local = _NAME.fullmatch(source)
@@ -174,10 +205,10 @@ def _named(source: str, skipped: Skipped) -> Rows:
         if not path.is_file():
             splits = ", ".join(repr(f"{local['name']}/{p.stem}") for p in sorted(path.parent.glob("*.jsonl")))
             raise BadInput(f"no data set {source!r}", f"datasets/{local['name']} holds {splits}", "name one of these")
-        return read_file(path, skipped)
+        return _of_file(path)
     path = Path(source).expanduser()
     if path.exists() or path.suffix == ".txt":
-        return read_file(path, skipped)  # refuses: its name does not say how it is read
+        return _of_file(path)  # refuses: its name does not say how it is read
     known = ", ".join(map(repr, sorted(bundled)))
     close = get_close_matches(source.partition("/")[0], bundled, n=1, cutoff=0.8)
     hub = _HUB_ID.fullmatch(source)
@@ -188,13 +219,10 @@ def _named(source: str, skipped: Skipped) -> Rows:
             f"did you mean {meant!r}? A data set of the hub with that name is {source + '/train'!r}",
         )  # fmt: skip
     if hub:
-        rows = _from_hub(hub["repo"], hub["config"], hub["split"] or "train")
-        return Rows(rows, source, skipped=skipped)
-    rule = f"datasets/ holds {known}" if known else f"there are no data sets in {str(DATASETS)!r}"
+        return source, numbered(_from_hub(hub["repo"], hub["config"], hub["split"] or "train"))
     close = get_close_matches(source.partition("/")[0], bundled, n=1)
-    raise BadInput(
-        f"no data set {source!r}", rule, (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
-    )
+    remedy = (f"did you mean {close[0]!r}? Otherwise " if close else "") + _FORMS
+    raise BadInput(f"no data set {source!r}", f"datasets/ holds {known}", remedy)
 
 
 def _from_hub(repo: str, config: str | None, split: str) -> list[Row]:

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
-from workbench.data.blocks import Blocks, Placed, blocks_of
 from workbench.data.conventions import convention_of
 from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
-from workbench.data.rows import BadRows, Row, Skipped
-from workbench.data.sources import Source, check_readable, row_of
+from workbench.data.rows import Placed, Row
+from workbench.data.sources import Source, blocks_of, row_of
 from workbench.errors import BadInput
 from workbench.support.validation import whole
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from workbench.models.chat_format import ChatFormat
-
 WINDOW = 8192  # rows that are shuffled among each other
-
-
-class _Noted(Skipped):
-    """Passes bad rows on from when `counts` is set: those before are counted already."""
-
-    def __init__(self, skipped: Skipped, counts: bool) -> None:
-        super().__init__("skip")
-        self._skipped, self.counts = skipped, counts
-
-    def add(self, error: BadInput) -> None:
-        if self.counts:
-            self._skipped.add(error)
 
 
 Position = tuple[int, int, int]  # epoch, blocks that are done in it, rows that were read of the next one
@@ -48,31 +31,14 @@ class StreamedPrompts(PromptReader):
     of `Prompts`; columns are those of the first row. `dropped`, `cut` and `skipped` are of the rows that were read.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_column: str | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        max_prompt_tokens: int = 512,
-        overlong: Literal["filter", "cut", "error"] = "filter",
-        chat: bool | ChatFormat | None = None,
-        bad_rows: BadRows = "error",
-    ) -> None:
-        options: dict[str, Any] = {"chat": chat, "bad_rows": bad_rows, "overlong": overlong}
-        super().__init__(
-            source, tokenizer=tokenizer, seed=seed, shuffle=shuffle, max_prompt_tokens=max_prompt_tokens, **options
-        )
-        self.seed, self.shuffle = seed, shuffle
+    def _read(self, source: Source, column: str | None) -> None:
         self.position = 0
-        self._blocks: Blocks = blocks_of(source)
-        self._kind: Any = None  # the first item that can be read
-        self._first = self._first_row()
-        self._convention = convention_of(self._first) if prompt_column is None else None
+        self._blocks = blocks_of(source)
+        self._first, row = self._first_row()
+        self._convention = convention_of(row) if column is None else None
         self.read_as = self._convention.name if self._convention else ""
-        self._column = prompt_column_of(self._in_our_columns(self._first), prompt_column)
+        self._columns = tuple(self._in_our_columns(row))
+        self._column = prompt_column_of(self._in_our_columns(row), column)
         self._place: Position = (0, 0, 0)
         self._stream = self._placed()
 
@@ -119,7 +85,7 @@ class StreamedPrompts(PromptReader):
     @property
     def extra_columns(self) -> tuple[str, ...]:
         """The columns of the first row other than the prompt."""
-        return tuple(name for name in self._in_our_columns(self._first) if name != self._column)
+        return tuple(name for name in self._columns if name != self._column)
 
     @property
     def summary(self) -> str:
@@ -166,14 +132,12 @@ class StreamedPrompts(PromptReader):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _first_row(self) -> Row:
-        """The first that can be read, which says what the columns are."""
-        bad = Skipped("skip")  # they are told when they are drawn
-        for block in range(len(self._blocks)):
-            for placed in self._blocks.read(block, bad):
-                if isinstance(placed.row, (dict, str)):
-                    self._kind = placed.row
-                    return row_of(placed.row, placed.place, placed.row)
+    def _first_row(self) -> tuple[Placed, Row]:
+        """The first row that can be read, which says what the columns are."""
+        for block in range(self._blocks.count):
+            for placed in self._blocks.read(block):
+                with suppress(BadInput):  # which is told when the row is drawn
+                    return placed, row_of(placed, placed, self._name)
         raise BadInput(f"{self._name} holds no rows", "a source has at least one row", "give another source")
 
     def _in_our_columns(self, row: Row) -> Row:
@@ -181,8 +145,7 @@ class StreamedPrompts(PromptReader):
 
     def _prompt_of(self, placed: Placed) -> PromptRow | None:
         try:
-            row = row_of(placed.row, placed.place, self._kind)
-            check_readable(row, placed.place)
+            row = row_of(placed, self._first, self._name)
         except BadInput as error:
             self.skipped.add(error)
             return None
@@ -192,7 +155,7 @@ class StreamedPrompts(PromptReader):
         """The rows from where the stream stands, each with the place behind it; None at the end of a block."""
         epoch, done, row = self._place
         while True:
-            order = np.arange(len(self._blocks))
+            order = np.arange(self._blocks.count)
             if self.shuffle:
                 order = np.random.default_rng([self.seed, epoch]).permutation(len(order))
             for place in range(done, len(order)):
@@ -207,11 +170,8 @@ class StreamedPrompts(PromptReader):
     def _rows(self, epoch: int, block: int, start: int) -> Iterator[Placed]:
         """The rows of a block from `start` on, in the order of this epoch."""
         first, behind = divmod(start, WINDOW)
-        noted = _Noted(self.skipped, counts=not start)  # the bad ones of a window are counted as it is begun
-        rows = self._blocks.read(block, noted)
-        next(itertools.islice(rows, first * WINDOW, first * WINDOW), None)
+        rows = itertools.islice(self._blocks.read(block), first * WINDOW, None)
         for window in itertools.count(first):
-            noted.counts = noted.counts or not behind
             if not (found := list(itertools.islice(rows, WINDOW))):
                 return
             order = range(len(found))

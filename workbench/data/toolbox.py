@@ -18,14 +18,16 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from workbench.data.sandbox import REMEDY, problem_here, run_python
+from pydantic import Field
+
+from workbench.data.sandbox import REMEDY, check_sandbox, run_python
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
 from workbench.support.calls.needs import needs
 from workbench.support.checked_calls import checked_call
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveInt
 
 MOST_BITS = 4096  # of a whole number: 1,234 digits
 MOST_PLACES = 400  # to which a number is rounded; floats have 308
@@ -113,8 +115,9 @@ def _small(value: Any) -> Any:
 
 @checked_call("wb.toolbox.search")
 def search(
-    corpus: Sequence[str | Mapping[str, Any]] | str | Path, *, results: int = 3, words: int = 60, name: str = "search"
-) -> Tool:
+    corpus: Sequence[str | Mapping[str, Any]] | str | Path, *, results: PositiveInt = 3,
+    words: Annotated[PositiveInt, Field(le=64)] = 60, name: str = "search",
+) -> Tool:  # fmt: skip
     """A tool that finds texts of a corpus by their words, best match first (SQLite's full-text search, BM25).
 
     corpus: texts; or rows with a "text" and perhaps a "title"; or a .jsonl file of such rows; or a folder, each .txt
@@ -124,10 +127,6 @@ def search(
 
     By hand: `tool.function("capital France")`. Raises `BadInput` for a corpus without texts.
     """
-    whole("results", results, 1)
-    whole("words", words, 1)
-    if words > 64:
-        raise BadInput(f"words={words}", "SQLite shows at most 64")
     if not name.isidentifier():
         raise BadInput(f"name={name!r:.60}", "the name of a tool is one word", "write name='search_papers'")
     rows = list(_rows(corpus))
@@ -218,12 +217,7 @@ def _found(path: str, query: str, results: int, words: int) -> list[dict[str, st
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
-def _check_sandbox() -> None:
-    if problem := problem_here():
-        raise MissingDependency(f"no sandbox works here: {problem}", "model-written programs run in none else", REMEDY)
-
-
-@needs(_check_sandbox)
+@needs(check_sandbox)
 @checked_call("wb.toolbox.python")
 def python(code: str) -> str:
     """Run a Python program and return what it prints.

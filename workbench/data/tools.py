@@ -34,6 +34,7 @@ from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import is_text
 from workbench.support.calls.needs import check_needs
 from workbench.support.checked_calls import checked_call
+from workbench.support.validation import PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -167,17 +168,14 @@ class Tools:
         *,
         system: str | None = None,
         tool_format: str | Mapping[str, Any] | None = None,
-        timeout_s: float = 10.0,
-        max_characters: int = 4000,
+        timeout_s: PositiveFloat = 10.0,
+        max_characters: PositiveInt = 4000,
         on_error: OnError = "message",
     ) -> None:
         from workbench.models.turn_messages import FORMATS, check_template
-        from workbench.support.validation import at_least, one_of, whole
 
         if not tools:
             raise BadInput("tools=[]", "must be a list of functions", "write wb.Tools([add])")
-        at_least("timeout_s", timeout_s, 0, strictly=True)
-        whole("max_characters", max_characters, 1)
         if isinstance(tool_format, Mapping):
             check_template(tool_format)
         elif tool_format is not None:

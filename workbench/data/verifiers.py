@@ -26,11 +26,11 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from math import isfinite
 from numbers import Real
 from typing import Any
 
-from workbench.data.formats import format as format
 from workbench.data.group_rewards import group_diversity as group_diversity
 from workbench.data.group_rewards import group_length as group_length
 from workbench.data.instructions import instructions as instructions
@@ -55,6 +55,8 @@ _TEXT = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}")
 _BOX, _BRACE = "\\boxed{", re.compile(r"(?<!\\)[{}]")
 MOST_CHARACTERS = 4000  # of a text in which a formula is looked for
 _FORMULA_SIGNS = (_BOX, "\\(", "\\[", "$$")
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+THINK_THEN_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 def arithmetic(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
@@ -115,6 +117,28 @@ def math(prompt: str, response: str, answer: str | int | float, **_: Any) -> flo
             "correct the answer column, or write a reward function of your own",
         )
     return float(verify(right, given, timeout_seconds=None))
+
+
+def format(prompt: str, response: str, *, pattern: str = THINK_THEN_ANSWER, **_: Any) -> float:
+    """1.0 if the whole response matches a regular expression, else 0.0.
+
+    pattern: of Python's `re`, in which . matches a line break too. Default: <think>...</think>, then
+    <answer>...</answer>, each once and nothing around them, the format reward of DeepSeek-R1
+    (https://arxiv.org/abs/2501.12948, section 2.2.2). Set another one with `functools.partial`.
+    A response has no special tokens: where tags are such tokens, write a function that takes `raw_response`.
+    Raises `BadInput` for what is no regular expression.
+    """
+    return float(_compiled(checked("pattern", pattern, str)).fullmatch(checked("response", response, str)) is not None)
+
+
+@lru_cache(maxsize=64)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise BadInput(
+            f"pattern={shown(pattern)}", f"must be a regular expression: {error}", r"write pattern=r'.*\d+'"
+        ) from None
 
 
 def _right(answer: object) -> list[Any]:

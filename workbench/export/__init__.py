@@ -5,6 +5,6 @@ prove(...): run both, and compare every metric.
 """
 
 from workbench.export.exporting import Script as Script
-from workbench.export.files import export_notebook as export_notebook
+from workbench.export.exporting import export_notebook as export_notebook
 
 __all__ = ["Script", "export_notebook"]

@@ -13,6 +13,7 @@ from workbench.errors.plain_text import shown
 from workbench.session.cell_history import digest_of
 from workbench.support.files import path_of, read_json
 
+SKIPPED = "skip-export"  # a tag
 JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
 
 
@@ -39,6 +40,11 @@ class Cell:
     def blank(self) -> bool:
         """Whether there is nothing to run."""
         return not self.text.strip()
+
+    @property
+    def exported(self) -> bool:
+        """Whether its code is for the script."""
+        return self.code and not self.blank and SKIPPED not in self.tags
 
     @cached_property
     def digest(self) -> str:

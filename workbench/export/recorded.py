@@ -23,8 +23,6 @@ from workbench.telemetry.store import TelemetryStore
 
 ALGORITHM, EVENT = "algorithm", "setting"  # events of calls of algorithms, and of settings that changed
 
-ASIDE = "skip-export"
-
 
 @dataclass(frozen=True)
 class Record:
@@ -144,7 +142,7 @@ def find_record(notebook: Notebook, path: Path) -> list[Path]:
 
 def doubts(notebook: Notebook, record: Record | None) -> list[str]:
     """How what was run differs from the page; each names its cells."""
-    code = [cell for cell in notebook.code if ASIDE not in cell.tags]
+    code = [cell for cell in notebook.code if cell.exported]
     last = {id(cell): _last(cell, record) for cell in code}
     told = []
     never = [cell for cell in code if last[id(cell)] is None]
@@ -226,7 +224,7 @@ def as_written(notebook: Notebook, record: Record, missing: list[str], told: lis
 def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[str]) -> Cell:
     """A cell of the page without what did not run because it failed; whole where it was edited since, where it had
     called something, or where another cell needs what only the rest makes."""
-    runs = record.run_of(cell) if cell.code and ASIDE not in cell.tags else []
+    runs = record.run_of(cell) if cell.exported else []
     if not runs or runs[-1].done or runs[-1].digest != cell.digest:
         return cell
     made = [record.made.get(place, Made()) for place, run in enumerate(record.runs) if run in runs]
@@ -237,7 +235,7 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
         done, _ = done_of(cell, runs[-1].failed, Made())
         rest = python_of(cell)[len(done) :]
     cut = replace(cell, text=done)
-    others = [cut, *(other for other in notebook.code if other is not cell and ASIDE not in other.tags)]
+    others = [cut, *(other for other in notebook.code if other is not cell and other.exported)]
     if _names(cell)[0] & _needed(others) - {name for other in others for name in _names(other)[0]}:
         return cell
     first = rest.lstrip("; \n").splitlines()[0]
@@ -274,7 +272,7 @@ def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], 
         bound: set[str] = set()
         ready = None
         for n, cell in enumerate(texts):
-            bound |= _names(cell)[0] if cell.code and ASIDE not in cell.tags else set()
+            bound |= _names(cell)[0] if cell.exported else set()
             if n >= at and needs <= bound:
                 ready = n
                 break
@@ -335,7 +333,7 @@ def _cut(run: RunCell, made: Made, on_page: Cell | None, notebook: Notebook, mis
 
 def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:
     """What was run: the page has it, or IPython's history; else `BadInput`."""
-    if on_page is not None and ASIDE in on_page.tags:
+    if on_page is not None and not on_page.exported:
         return on_page.text
     text = next((cell.text for cell in notebook.code if cell.digest == run.digest), None) or run.text()
     if text is not None:

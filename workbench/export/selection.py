@@ -63,14 +63,14 @@ def _refuse_other_scopes(chosen: Sequence[Statement]) -> None:
     inside = {name for s in chosen if not (s.is_import or s.is_definition) for name in s.names.binds}
     for statement in chosen:
         node, names = statement.node, statement.names
-        inner = own_names(statement.text)
+        read_by_class, global_inside = own_names(statement.text)
         if early := sorted(n for n in names.uses & everywhere - bound - names.binds if builtin(n)):
             rule = "a later cell makes a variable of that name, which in a function hides the builtin from its start"
             raise BadInput(f"{statement.cell} reads the builtin {early[0]!r}", rule, "rename that variable")
-        if twice := sorted(inner.read_and_bound_by_class & inside):
+        if twice := sorted(read_by_class & inside):
             rule = "a class body that reads a variable of a function cannot bind the same name"
             raise BadInput(f"{statement.cell}: {twice[0]!r} in a class body", rule, "rename one of the two")
-        if hidden := sorted(inner.global_under_local & everywhere):
+        if hidden := sorted(global_inside & everywhere):
             rule = "a function around it has a variable of its own with that name, which `nonlocal` would mean"
             raise BadInput(f"{statement.cell}: global {hidden[0]}", rule, "rename one of the two")
         if _is_star(statement) and bound:

@@ -113,17 +113,21 @@ def names_of(text: str) -> Names:
     binds = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     uses = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} | augmented
     uses |= _read_before_bound(here)
+    # roots of what is assigned to by index or attribute, and of what has a method called
+    stored = {root(n) for n in here if isinstance(n, IN_PLACE) and isinstance(n.ctx, ast.Store | ast.Del)}
+    called = {root(n) for n in here if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+    stores = {name for name in stored if name is not None} | augmented
     late: set[str] = set()
     rebinds: set[str] = set()
     for child in top.get_children():
         _add_nested(child, uses, late, rebinds, at_once=True)
     return Names(
-        binds=frozenset(binds | {name for name in rebinds if name in binds}),
+        binds=frozenset(binds),
         uses=frozenset(uses),
         late=frozenset(late - uses),
         rebinds=frozenset(rebinds),
-        stores=frozenset(_stored(here) | augmented),
-        changes=frozenset(_stored(here) | augmented | _called(here)),
+        stores=frozenset(stores),
+        changes=frozenset(stores | {name for name in called if name is not None}),
     )
 
 
@@ -138,18 +142,9 @@ def _add_nested(table: symtable.SymbolTable, uses: set[str], late: set[str], reb
         _add_nested(child, uses, late, rebinds, at_once)
 
 
-@dataclass(frozen=True)
-class OwnNames:
-    """read_and_bound_by_class: names that a class body reads before it binds them. global_under_local: names
-    that a function declares `global` inside of one that has a variable of that name."""
-
-    read_and_bound_by_class: frozenset[str]
-    global_under_local: frozenset[str]
-
-
-def own_names(text: str) -> OwnNames:
-    """Names whose meaning depends on whether the code is in a module or in a function."""
-    classes: set[str] = set()
+def own_names(text: str) -> tuple[set[str], set[str]]:
+    """Names whose meaning depends on whether the code is in a module or in a function: those that a class body reads
+    before it binds them, and those that a function declares `global` inside of one with a variable of that name."""
     hidden: set[str] = set()
 
     def visit(table: symtable.SymbolTable, around: frozenset[str]) -> None:
@@ -161,8 +156,7 @@ def own_names(text: str) -> OwnNames:
             visit(child, around)
 
     visit(symtable.symtable(text, "cell", "exec"), frozenset())
-    classes |= _read_before_bound(ast.walk(ast.parse(text)))
-    return OwnNames(frozenset(classes), frozenset(hidden))
+    return _read_before_bound(ast.walk(ast.parse(text))), hidden
 
 
 def _read_before_bound(nodes: Iterable[ast.AST]) -> set[str]:
@@ -189,18 +183,6 @@ def at_margin(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from at_margin(one for one in node.args.defaults)
         else:
             yield from at_margin(ast.iter_child_nodes(node))
-
-
-def _stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """Roots of what is assigned to by index or attribute."""
-    found = {root(n) for n in nodes if isinstance(n, IN_PLACE) and isinstance(n.ctx, ast.Store | ast.Del)}
-    return {name for name in found if name is not None}
-
-
-def _called(nodes: Iterable[ast.AST]) -> set[str]:
-    """Roots of what has a method called."""
-    found = {root(n) for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
-    return {name for name in found if name is not None}
 
 
 def root(node: ast.AST) -> str | None:

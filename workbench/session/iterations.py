@@ -33,6 +33,11 @@ class Iterations:
         """The number of the one under way."""
         return self._runner.counters.iteration
 
+    @property
+    def next_iteration(self) -> int:
+        """The number of the one that the next draw begins."""
+        return self._runner.counters.next_iteration
+
     def check_ready(self) -> None:
         """Raise where no prompts can be put, or another thread calls stages."""
         self._runner.groups.check_alive(self._runner.groups.lead)
@@ -43,14 +48,13 @@ class Iterations:
         self._runner.require_nothing_to_skip("the next iteration")
         self._checkpoints.save_if_due()
 
-    def begin_iteration(self) -> None:
-        """Count the next iteration."""
+    def begin_iteration(self, *, ahead: bool = False) -> None:
+        """Count the next iteration. ahead: its prompts were drawn before."""
         self._runner.groups.check_alive(self._runner.groups.lead)
         return_freed_memory()
         counters = self._runner.counters
-        counters.iteration += 1
+        counters.begin_iteration(ahead=ahead)
         self._position.saved_algorithm = None
-        counters.last_metrics = {}
         self._runner.telemetry.append_event("iteration", iteration=counters.iteration)
         with suppress(Exception):  # a curve with a point less
             self._topology.read_memory(MEMORY_S)

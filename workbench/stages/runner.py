@@ -19,7 +19,7 @@ from typing import Any, SupportsFloat
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.errors import BadInput, StageInterrupted
+from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
@@ -102,10 +102,14 @@ class StageRunner(StageNames):
         self.groups.check_alive(group)
         self.check_driver()
         found = group.operations[operation].operation
-        call = check_call(group, found, args, kwargs or {}, self.batches, self.hosts.description.name)
-        if call.updates:
-            self.require_nothing_to_skip(f"{group.role}.{operation}")
-        call.check_columns()
+        try:
+            call = check_call(group, found, args, kwargs or {}, self.batches, self.hosts.description.name)
+            if call.updates:
+                self.require_nothing_to_skip(f"{group.role}.{operation}")
+            call.check_columns()
+        except WorkbenchError:
+            self.counters.note_refused()
+            raise
         self.outcomes.called(group.role)
         before, updates = first(), self._open_updates(group)
         steps = StageSteps(

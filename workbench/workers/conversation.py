@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from workbench.data.conversation_turns import Reply, Told, Turn
 from workbench.data.environment import Environments
-from workbench.data.environment_pool import EnvironmentPool
 from workbench.engines.generation import Decoding, GenerationEngine, Response
 from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
@@ -163,7 +162,7 @@ def converse(
     engine: GenerationEngine,
     conversations: Sequence[Conversation],
     sampling: Sampling,
-    environments: Environments | EnvironmentPool,
+    environments: Environments,
     *,
     mine: slice,
     max_model_tokens: int,
@@ -202,7 +201,7 @@ class _Turns:
 
     def __init__(
         self, conversations: Sequence[Conversation], sampling: Sampling,
-        environments: Environments | EnvironmentPool,
+        environments: Environments,
         decoding: Decoding, mine: slice, max_model_tokens: int, compaction: Compaction | None,
     ) -> None:  # fmt: skip
         self._conversations, self._sampling, self._environments = conversations, sampling, environments

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from tests.cases import TINY
-from tests.data.test_tools import DIGITS, SUMS
 from tests.expected import expect_error
 from workbench.errors import BadInput
 
@@ -112,18 +110,3 @@ def test_servers_that_cannot_be_asked_are_refused(command: list[str], tmp_path: 
         wb.adapters.mcp_tools([str(tmp_path / "none")])
     with expect_error(BadInput, rule="starts the server"):
         wb.adapters.mcp_tools([])
-
-
-@pytest.mark.slow
-def test_a_model_calls_the_tools_of_a_server(command: list[str], tmp_path: Path) -> None:
-    tools = wb.Tools(wb.adapters.mcp_tools(command), tool_format=SUMS, system="Use {tools}", timeout_s=25)
-    with wb.open(
-        "mcp", models={"actor": TINY}, prompts="arithmetic", training=wb.Training(engine="torch"), backend="inline",
-        generation=wb.Generation(engine="transformers", max_model_tokens=2048), runs=tmp_path,
-    ) as lab:  # fmt: skip
-        batch = lab.actor.generate_sequences(
-            lab.prompts.next(2), samples=2, environment=tools, stop=("=",), logit_bias=DIGITS, max_new_tokens=90,
-            max_turns=3, call_timeout_s=60,
-        )  # fmt: skip
-        texts = batch.df()["response_text"]
-    assert texts.str.contains(r"<\|tool\|>\d+<\|eos\|>").any() and not texts.str.contains("Error").any()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,22 +109,3 @@ def test_a_function_makes_the_action_and_says_what_is_none(url: str) -> None:
 
     guessing = wb.adapters.OpenEnv(url, action=action, show=lambda seen: seen["hint"].upper())
     assert talk(guessing(), 0, "one", "1")[1:] == [("Say a number.", 0.0, False), ("RIGHT.", 1.0, True)]
-
-
-def test_a_model_talks_to_the_server(url: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "Guess.", "seed": n} for n in range(2)]
-    digits = {**dict.fromkeys(range(23, 33), 12.0), 2: 12.0}
-    guessing = wb.adapters.OpenEnv(
-        url, action=lambda text: {"text": text.strip()[-1:]} if text.strip() else {"text": "0"}
-    )
-    with wb.open(
-        "openenv", models={"actor": "tiny-llama-tied"}, prompts=rows, training=wb.Training(engine="torch"),
-        generation=wb.Generation(engine="transformers", max_model_tokens=512), backend="inline", runs=tmp_path,
-    ) as lab:  # fmt: skip
-        batch = lab.actor.generate_sequences(
-            lab.prompts.next(2), samples=2, environment=guessing, max_turns=4, max_new_tokens=200, logit_bias=digits,
-            call_timeout_s=120,
-        )  # fmt: skip
-        found = batch.df()
-    assert found["response_text"].str.contains(r"More\.|Less\.|Right\.").any()
-    assert not (found["ending"] == "failed").any()

@@ -131,7 +131,7 @@ class Session:
             self._asked_s = None
             return
         what, rule = f"took more than {timeout_s:g} s", "call_timeout_s is the limit of one call"
-        remedy = "raise call_timeout_s, or mend the function"
+        remedy = "write compute_reward(..., call_timeout_s=60), or wb.Sampling(call_timeout_s=60); or mend the function"
         if isinstance(self._peer, InHost):
             if not self._peer.raises:
                 remedy += ": in its host (own_process=False) it goes on taking a core until it returns"

@@ -14,7 +14,6 @@ import torch
 from workbench.batches.schema import CONTEXT_STARTS, STATUS
 from workbench.data.agent import Agents
 from workbench.data.environment import Environments
-from workbench.data.environment_pool import EnvironmentPool
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Metrics, merge_metrics
@@ -323,10 +322,8 @@ class SamplingWorker(Worker):
         own = slice(mine.start + here.start, mine.start + here.stop)
         rows = self._text_rows(batch, here, seeds[own])
         given, room = self._of_calls(batch, here), self.spec.generation.max_model_tokens
-        environments = EnvironmentPool([
-            Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **{**given, "calls": calls})
-            for calls in self.context.calls.processes(self._environment_processes(batch))
-        ])  # fmt: skip
+        given["calls"] = self.context.calls.processes(self._environment_processes(batch))
+        environments = Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **given)
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
         key = key_of(sampling, rows, self._drawn_with)
         # ranks of a tensor group have the same conversations: all of them go on with them, or none does
