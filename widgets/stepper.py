@@ -125,10 +125,8 @@ class Stepper(View):
     def _drawn_as(self, *, live: bool) -> str:
         graph = self._graph()
         if graph is None:
-            before = self.lab.iteration
-            made = f"Iteration {before} is the last; this kernel has called" if before else "There has been"
             return (
-                f"<p>{made} no stage yet. Call stages in cells, give this panel an algorithm "
+                f"<p>{self._nothing()}. Call stages in cells, give this panel an algorithm "
                 "(<code>lab.panel(algorithm=wb.PPO(lab))</code>), or choose one above.</p>"
             )
         marks = self._marks(graph)
@@ -149,10 +147,21 @@ class Stepper(View):
     def text(self) -> str:
         graph = self._graph()
         if graph is None:
-            return f"stepper: no stage has been called in this kernel; the last iteration is {self.lab.iteration}"
+            return f"stepper: {self._nothing()}"
         return "\n".join(
             [f"{graph.title}, iteration {self.iteration}"]
             + [f"  {mark.sign} {name}: {mark.words}" for name, mark in self._marks(graph).items()]
+        )
+
+    def _nothing(self) -> str:
+        """Why there is no graph."""
+        now = self.lab.iteration
+        if any(not record.aside for record in self.lab.run_log.records()):
+            return f"No stage has been called in iteration {now} yet"
+        return (
+            f"Iteration {now} is the last; this kernel has called no stage yet"
+            if now
+            else "There has been no stage yet"
         )
 
     def _calls(self) -> list[Any]:
