@@ -58,8 +58,7 @@ class Stepper(View):
         super().__init__(lab, driver)
         self._algorithm = algorithm
         self._like = algorithm  # whose sizes others take
-        self._known: dict[str, Any] = {}  # given, or made here, by name
-        self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # those that cells stepped
+        self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # given, made here, or stepped in cells
         self.chosen = ""  # the stage that is looked at
         self.iterations: Any = 3  # as it was typed
         self.arm = ""
@@ -80,7 +79,7 @@ class Stepper(View):
 
     @algorithm.setter
     def algorithm(self, algorithm: Any) -> None:
-        self._algorithm = self._known[type(algorithm).__name__] = algorithm
+        self._algorithm = self._met[type(algorithm).__name__] = algorithm
 
     @property
     def iteration(self) -> int:
@@ -308,8 +307,7 @@ class Stepper(View):
         if value == BY_HAND:
             self._algorithm = self.lab.algorithm = None
             return
-        known = self._known.get(value) or self._met.get(value)
-        self.algorithm = known if known is not None else make_algorithm(value, self.lab, self._like)
+        self.algorithm = self._met.get(value) or make_algorithm(value, self.lab, self._like)
 
     def on_step(self) -> None:
         algorithm = self._need()

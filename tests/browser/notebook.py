@@ -28,7 +28,7 @@ POLICY = (
     "default-src 'self'; script-src 'self' blob: 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' blob: ws:; worker-src 'self' blob:"
 )
-PATIENCE_S = 60  # what a busy machine may take for anything
+PATIENCE_S = 240  # what a busy machine may take for anything
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "runs" / "browser"
 OUTPUTS = "(n) => jupyterapp.shell.currentWidget.content.widgets[n].model.outputs.toJSON()"
