@@ -14,7 +14,7 @@ from workbench_widgets.driver import Driver
 from workbench_widgets.memory import Memory
 from workbench_widgets.metrics import Metrics
 from workbench_widgets.panel import Panel
-from workbench_widgets.placement_editor import PlacementEditor
+from workbench_widgets.placement import PlacementEditor
 from workbench_widgets.samples import Samples
 from workbench_widgets.stepper import Stepper
 from workbench_widgets.still import Still

@@ -1,14 +1,20 @@
-"""Runs what a panel's buttons start, in a thread of its own, so that the notebook stays responsive."""
+"""When panels work: what their buttons start, in a thread of its own; when they draw; whether the kernel can react."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import said
-from workbench_widgets.pace import Pace
+from workbench_widgets.front_end import in_notebook
+
+REST = 150  # times as long as the drawings of a round took, until the next round: less than 1 % of the kernel's time
+LEAST_REST_S, MOST_REST_S = 0.3, 5.0
+SLOW_S = 0.35  # without an answer of its event loop the kernel counts as blocked
 
 
 class Driver:
@@ -71,3 +77,66 @@ class Driver:
         if thread is not None:
             thread.join(timeout_s)
         return not self.busy
+
+
+class Pace:
+    """Rounds in which all panels of a workbench draw what has changed, so that none is an iteration ahead of another.
+
+    A panel that sees a change begins a round, and the others take part in it. Then all rest. What an action of the
+    page asks for is drawn at once, in no round.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._panels: dict[object, Callable[[], None]] = {}
+        self._rest_until_s = self._began_s = self._spent_s = 0.0  # monotonic, monotonic, processor time
+
+    def join(self, panel: object, take_part: Callable[[], None]) -> None:
+        """take_part: is called in each round that another panel begins; it returns at once."""
+        with self._lock:
+            self._panels[panel] = take_part
+
+    def leave(self, panel: object) -> None:
+        with self._lock:
+            self._panels.pop(panel, None)
+
+    def begin(self, panel: object) -> bool:
+        """Begin a round, and call the others; False while all rest."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s < self._rest_until_s:
+                return False
+            self._began_s, self._spent_s, self._rest_until_s = now_s, 0.0, now_s + LEAST_REST_S
+            others = [take_part for one, take_part in self._panels.items() if one is not panel]
+        for take_part in others:
+            take_part()
+        return True
+
+    def took(self, processor_s: float) -> None:
+        """A drawing of this round took so long."""
+        with self._lock:
+            self._spent_s += processor_s
+            rest_s = min(max(REST * self._spent_s, LEAST_REST_S), MOST_REST_S)
+            self._rest_until_s = self._began_s + rest_s
+
+
+class Pulse:
+    """Pings the kernel's event loop, which also handles buttons. While a cell blocks the kernel, no answer comes."""
+
+    def __init__(self) -> None:
+        # outside a kernel there are no buttons, even if there is an event loop
+        self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop() if in_notebook() else None
+        self._asked_s = 0.0
+
+    def _answer(self) -> None:
+        self._asked_s = 0.0
+
+    def blocked(self, slow_s: float = SLOW_S) -> bool:
+        """Whether the loop has not answered for `slow_s` seconds. Called again and again, from another thread."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        if self._asked_s == 0.0:
+            self._asked_s = time.monotonic()
+            self._loop.call_soon_threadsafe(self._answer)
+            return False
+        return time.monotonic() - self._asked_s > slow_s

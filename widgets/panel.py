@@ -20,9 +20,8 @@ from IPython.display import display
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import said
-from workbench_widgets.driver import Driver
+from workbench_widgets.driver import Driver, Pulse
 from workbench_widgets.front_end import in_notebook, module, style
-from workbench_widgets.pulse import Pulse
 from workbench_widgets.saved_picture import SavedPicture
 from workbench_widgets.still import Still
 from workbench_widgets.view import View

@@ -1,284 +1,86 @@
 """The pictures of samples, as html: the table of a page, one response token by token, the samples of one prompt.
 
-live: with what a front end acts on; without it they stand for themselves, in a saved notebook.
+live: with what a front end acts on; without it they stand for themselves, in a saved notebook. Numbers of tokens are
+colours that light and dark themes, and colour-blind readers, take: each is one of Okabe and Ito's ("Color Universal
+Design", 2008), laid over the page with more or less strength.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
+import torch
 from torch import Tensor
 
-from workbench.display.html import kv, table
-from workbench_widgets.token_colours import Scale, Token, legend, number, scale_of
-from workbench_widgets.token_columns import MEANINGS, Sample, common, derived, difference, token_texts
+from workbench.display.html import Markup, kv, table
+from workbench_widgets.sample_rows import MEANINGS, Sample, common, token_texts, up_to
 from workbench_widgets.view import button
 
 if TYPE_CHECKING:
-    from workbench_widgets.samples import Looked
+    from workbench_widgets.samples import Looked, Samples
 
+BELOW, ABOVE, UNLIKELY = "#0072b2", "#e69f00", "#009e73"
+STRONGEST = 0.62  # beyond it text is hard to read on the page
+BEYOND = 0.02  # the share of numbers that a scale may leave outside, so that one of them does not pale all others
 WINDOW = 400  # tokens that are drawn at a time
 SHORT, LONG = 48, 3000  # characters of a text in a cell, and of a prompt above its response
 # of a token that is clipped above, and below; where that is not known, of a ratio outside the range
 SIGNS = {1.0: "▲", -1.0: "▼"}
 HIDDEN = ("finished", "prompt_uid")
-_LINE = "border-bottom:1px solid color-mix(in srgb,currentColor 20%,transparent);background:"
-_PLACE = "border:0;padding:2px 8px 2px 3px"
-_CHOSEN = "color-mix(in srgb,currentColor 14%,transparent)"
+_SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;gap:4px 18px;align-items:flex-start"
+_TOKENS = "white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.75 ui-monospace,Menlo,Consolas,monospace"
 
 
-def page_table(looked: Looked, sort: str, descending: bool, *, live: bool) -> str:
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def page_table(view: Samples, looked: Looked, *, live: bool) -> str:
     """The rows of a page: text, numbers, and means of numbers by token over what the policy chose."""
     if not looked.page:
         return "<p>No row is left: widen the filter.</p>"
-    decode = looked.rows.lab.decode
     names = [str(name) for name in looked.rows.numbers if name not in HIDDEN]
     names.sort(key=lambda name: not any(word in name for word in ("reward", "cost")))  # stable: these first
+    arrow = " ▼" if view.descending else " ▲"
+    heads = {name: name + arrow * (name == view.sort) for name in names}
+    if live:
+        heads = {name: Markup(button(head, "sort", key=f"sort-{name}", column=name)) for name, head in heads.items()}
     means = [name for name in looked.page[0].columns if name != "response_mask"]
-    kl = {"old_log_prob", "ref_log_prob"} <= set(means)
-    sides = {name: "left" if looked.rows.numbers[name].dtype == bool else "right" for name in names}
-    heads = [_head(name, sides[name], sort, descending, live=live) for name in names]
-    heads += [
-        f'<th style="{_PLACE};text-align:right;opacity:.75">{escape(name)} mean</th>' for name in [*means, *["kl"] * kl]
-    ]
-    body, on_page = [], looked.sample in looked.page
+    rows = []
     for sample in looked.page:
-        is_chosen = looked.sample is sample
-        reached = is_chosen if on_page else sample is looked.page[0]
-        cells = [_cell(_short(_prompt(sample))), _cell(_short(decode(sample.token_ids)))]
-        cells += [_cell(sample.values[name]) for name in names]
-        cells += [_cell(sample.mean(name)) for name in means]
-        cells += [_cell(sample.mean("old_log_prob") - sample.mean("ref_log_prob"))] if kl else []
-        body.append(_row(sample.row, cells, is_chosen=is_chosen, reached=reached, live=live))
-    first = "".join(f'<th style="{_PLACE};text-align:left">{name}</th>' for name in ("row", "prompt", "response"))
-    return _framed(f"<thead><tr>{first}{''.join(heads)}</tr></thead>", body)
+        chosen = sample is looked.sample
+        label: str = f"{'▶ ' * chosen}{sample.row}"
+        if live:  # one is reached by the tab key; arrow keys reach the others
+            reached = sample is (looked.sample if looked.sample in looked.page else looked.page[0])
+            state = f'aria-pressed="{str(chosen).lower()}" tabindex="{0 if reached else -1}"'
+            act = f"data-item data-act=row data-given='{{\"row\":{sample.row}}}'"
+            label = Markup(f'<button type="button" data-key="page-{sample.row}" {state} {act}>{label}</button>')
+        texts = {"prompt": sample.texts.get("prompt", sample.prompt), "response": view.lab.decode(sample.token_ids)}
+        rows.append(
+            {"row": label, **{name: _short(text) for name, text in texts.items()}}
+            | {heads[name]: _plain(sample.values[name]) for name in names}
+            | {f"{name} mean": sample.mean(name) for name in means}
+        )
+    style = "overflow:auto;max-height:25em;white-space:nowrap"
+    return f'<div class="wb-sa-table" data-scrolls data-steps style="{style}">{table(rows)}</div>'
 
 
-def group_table(
-    members: Sequence[Sample], numbers: pd.DataFrame, sample: Sample, *, lab: Any, live: bool
-) -> str:  # fmt: skip
-    """The samples of one prompt, the best first, with what makes their advantages: mean and spread of the rewards."""
+def group(view: Samples, looked: Looked, *, live: bool) -> str:
+    """What makes the advantages of the samples of one prompt, mean and spread of their rewards; "" for one sample."""
+    assert looked.sample is not None
+    numbers = looked.rows.numbers.loc[looked.rows.group(looked.sample.row)]
+    if len(numbers) < 2:
+        return ""
     told = f"group: {len(numbers)} samples of one prompt"
     if "rewards" in numbers:
         rewards = numbers["rewards"].astype("float64")
         told += f"; rewards mean {rewards.mean():.6g}, standard deviation {rewards.std(ddof=1):.6g} (of n - 1)"
-    hidden = len(numbers) - len(members)
-    names = [name for name in ("rewards", "costs", "response_tokens", "truncated") if name in numbers]
-    advantages = "advantages" in members[0].columns
-    heads = ["row", *names, *["advantages mean"] * advantages, "response"]
-    body = []
-    for member in members:
-        cells = [_cell(member.values[name]) for name in names]
-        cells += [_cell(member.mean("advantages"))] if advantages else []
-        cells.append(_cell(_short(lab.decode(member.token_ids), 2 * SHORT)))
-        is_chosen = member.row == sample.row
-        body.append(_row(member.row, cells, is_chosen=is_chosen, reached=is_chosen, live=live, where="group"))
-    head = "".join(f'<th style="{_PLACE};text-align:left">{name}</th>' for name in heads)
-    more = f"<div>{hidden} more are not shown</div>" if hidden else ""
-    return f"<div style='margin-top:6px'><b>{told}</b></div>{_framed(f'<thead><tr>{head}</tr></thead>', body)}{more}"
-
-
-def sample_picture(
-    looked: Looked, colour: str, beside_name: str, *, at: int, start: int, difference: bool,
-    clip: tuple[float, float], lab: Any, live: bool,
-) -> str:  # fmt: skip
-    """The chosen row: its prompt, its response coloured by a column, what is beside it, and its numbers."""
-    sample, beside = looked.sample, looked.beside
-    assert sample is not None
-    shown = WINDOW // (2 if beside is not None else 1)
-    window = range(min(start, max(0, len(sample.token_ids) - 1)), len(sample.token_ids))[:shown]
-    scale = _page_scale(colour, looked, clip)
-    parts = [legend(scale, colour, MEANINGS.get(colour, ""))]
-    side = _Side(sample, looked.columns, colour, scale, lab.decode, window, at, live)
-    boxes = [_box(f"{looked.rows.name}, row {sample.row}", side.html())]
-    if beside is not None:
-        same = common(sample, beside)
-        legend_of_it, box = _beside(looked, colour, scale, beside_name, same, difference, side)
-        parts.append(legend_of_it)
-        boxes.append(box)
-    elif beside_name:
-        parts.append(f"<div>{escape(beside_name)} has no sample of this prompt.</div>")
-    says = '<div data-says aria-live="polite" style="min-height:1.5em">Step along the tokens with the arrow keys.</div>'
-    facts = _facts(sample, looked.columns, at)
-    prompt = escape(_short(sample.prompt, LONG, keep_lines=True))
-    return (
-        f'<section aria-label="row {sample.row}"><h4 style="margin:8px 0 2px">row {sample.row}</h4>'
-        f'<div style="white-space:pre-wrap;max-height:9em;overflow:auto;opacity:.8" tabindex="0" aria-label="prompt">'
-        f"{prompt}</div>{''.join(parts)}"
-        f'<div style="display:flex;flex-wrap:wrap;gap:4px 18px">{"".join(boxes)}</div>'
-        f"{says if live else ''}{_turn(window, len(sample.token_ids), shown) if live else _more(window, sample)}"
-        f'<div style="display:flex;flex-wrap:wrap;gap:4px 18px;align-items:flex-start">{facts}</div></section>'
-    )
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-class _Side:
-    """The tokens of one of two responses that are side by side, or of the only one."""
-
-    def __init__(
-        self, sample: Sample, columns: Mapping[str, Tensor], colour: str, scale: Scale,
-        decode: Callable[[Sequence[int]], str], window: range, at: int, live: bool,
-    ) -> None:  # fmt: skip
-        self.sample, self.columns, self.colour, self.scale = sample, columns, colour, scale
-        self.decode, self.window, self.at, self.live = decode, window, at, live
-
-    def html(self, side: int = 0, gap: Tensor | None = None, gap_scale: Scale | None = None, same: int = -1) -> str:
-        """Spans. side: 1 for the one beside. gap: its difference to the other, told, and coloured with `gap_scale`.
-        same: tokens that both have; -1: there is no other."""
-        ids, mask = self.sample.token_ids, self.sample.mask.tolist()
-        nothing = [float("nan")] * len(ids)
-        values = self.columns[self.colour].tolist() if self.colour in self.columns else nothing
-        gaps = nothing if gap is None else gap.tolist()
-        window = [n for n in self.window if n < len(ids)]
-        if not window:
-            return "<i>no tokens here</i>"
-        before = max(0, window[0] - 1)  # which the first one of the window is read behind
-        texts = token_texts(ids[before : window[-1] + 1], self.decode)[-len(window) :]
-        reached = self.at if self.at in window else window[0]
-        outsides = self.columns["outside_range"].tolist() if "outside_range" in self.columns else [0.0] * len(ids)
-        clips = self.columns["clipped"].tolist() if "clipped" in self.columns else [None] * len(ids)
-        spans = []
-        for n, text in zip(window, texts, strict=True):
-            other = 0 <= same <= n
-            says = f"token {n + 1} of {len(ids)} {text!r} (id {ids[n]}): {self.colour} {number(values[n])}"
-            if gap is not None:
-                says += ", behind what both have" if other else f", difference {number(gaps[n])}"
-            outside, clipped = outsides[n], clips[n]
-            if outside:
-                ratio = "new_ratio" if "new_ratio" in self.columns else "ratio"
-                says += f", {ratio} {'above' if outside > 0 else 'below'} the clip range"
-                says += "" if clipped is None else ", clipped" if clipped else ", not clipped"
-            if not mask[n]:
-                says += ", not chosen by the policy"
-            act = ""
-            if self.live:
-                given = json.dumps({"at": n, "side": 1} if side else {"at": n}, separators=(",", ":"))
-                act = f" data-item data-token data-act=token data-given='{given}' tabindex={0 if n == reached else -1}"
-            spans.append(
-                Token(
-                    text=text,
-                    says=says,
-                    colour=self.scale.colour(values[n]) if gap_scale is None else gap_scale.colour(gaps[n]),
-                    sign=SIGNS.get(outside if clipped is None else clipped, ""),
-                    masked=not mask[n],
-                    other=other,
-                    attributes=act,
-                ).html()
-            )
-        return "".join(spans)
-
-
-def _beside(
-    looked: Looked, colour: str, scale: Scale, name: str, same: int, by_difference: bool, mine: _Side
-) -> tuple[str, str]:
-    """The legend and the box of the response beside the chosen one."""
-    other, theirs, ours = looked.beside, looked.beside_columns, looked.columns
-    assert other is not None
-    gap, gap_scale, told = None, None, ""
-    if colour in theirs and colour in ours:
-        gap = difference(theirs[colour], ours[colour], same)
-        if by_difference:
-            gap_scale = scale_of("difference", [gap])
-            told = legend(gap_scale, "difference", f"{colour} of {name} - of {looked.rows.name}")
-    side = _Side(other, theirs, colour, scale, mine.decode, mine.window, mine.at, mine.live)
-    longest = max(len(other.token_ids), len(mine.sample.token_ids))
-    alike = "the same response" if same == longest else f"the first {same} tokens are the same"
-    return told, _box(f"{name}, row {other.row}: {alike}", side.html(1, gap, gap_scale, same))
-
-
-def _box(title: str, tokens: str) -> str:
-    return (
-        f'<div style="flex:1 1 22em;min-width:0"><div style="opacity:.75">{escape(title)}</div>'
-        f'<div class="wb-sa-tokens" data-steps role="group" aria-label="tokens of {escape(title)}" '
-        'style="white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.75 ui-monospace,Menlo,Consolas,monospace">'
-        f"{tokens}</div></div>"
-    )
-
-
-def _page_scale(colour: str, looked: Looked, clip: tuple[float, float]) -> Scale:
-    """One scale for the rows of a page, so that their colours compare."""
-    columns = [looked.columns, *(derived(sample, None, *clip) for sample in looked.page)]
-    return scale_of(colour, [found[colour] for found in columns if colour in found])
-
-
-def _turn(window: range, length: int, shown: int) -> str:
-    if length <= shown:
-        return ""
-    first, last = window.start, window.stop
-    earlier = button(
-        "Earlier tokens", "window", off="" if first else "these are the first", start=max(0, first - shown)
-    )
-    later = button("Later tokens", "window", off="" if last < length else "these are the last", start=last)
-    return f"<div>{earlier} {later} tokens {first + 1} to {last} of {length}</div>"
-
-
-def _more(window: range, sample: Sample) -> str:
-    length = len(sample.token_ids)
-    return f"<div>tokens {window.start + 1} to {window.stop} of {length}</div>" if len(window) < length else ""
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def _facts(sample: Sample, columns: Mapping[str, Tensor], at: int) -> str:
-    """What is known of the row, and of each column the number at the chosen token, the mean and the sum."""
-    known = {name: value for name, value in sample.values.items() if name != "finished"}
-    known |= {name: _short(text) for name, text in sample.texts.items() if name != "prompt"}
-    rows = []
-    for name, values in columns.items():
-        chosen = values[sample.mask].double()
-        chosen = chosen[~chosen.isnan()]
-        rows.append(
-            {
-                "column": name,
-                f"token {at + 1}": number(float(values[at])) if at < len(values) else "",
-                "mean": number(float(chosen.mean())),
-                "sum": number(float(chosen.sum()) if len(chosen) else float("nan")),
-            }
-        )
-    return kv({name: _plain(value) for name, value in known.items()}) + table(rows, max_rows=40)
-
-
-def _head(name: str, side: str, sort: str, descending: bool, *, live: bool) -> str:
-    arrow = (" ▼" if descending else " ▲") if name == sort else ""
-    told = ' aria-sort="descending"' if descending else ' aria-sort="ascending"'
-    label = button(f"{name}{arrow}", "sort", column=name) if live else escape(f"{name}{arrow}")
-    if live:  # one key whatever the arrow
-        label = label.replace("<button", f'<button data-key="sort-{escape(name)}"', 1)
-    return f'<th style="{_PLACE};text-align:{side}"{told if arrow else ""}>{label}</th>'
-
-
-def _row(row: int, cells: Sequence[str], *, is_chosen: bool, reached: bool, live: bool, where: str = "page") -> str:
-    """reached: by the tab key; arrow keys reach the others."""
-    style = f' style="{_LINE}{_CHOSEN if is_chosen else "transparent"}"'
-    sign = "▶ " if is_chosen else ""
-    if not live:
-        return f"<tr{style}>{_cell(f'{sign}{row}')}{''.join(cells)}</tr>"
-    given = f"data-act=row data-given='{{\"row\":{row}}}'"
-    pressed = f'aria-pressed="{str(is_chosen).lower()}" tabindex="{0 if reached else -1}"'
-    press = f'<button type="button" data-key="{where}-{row}" data-item {pressed} {given}>{sign}{row}</button>'
-    return f'<tr{style} {given}><td style="{_PLACE}">{press}</td>{"".join(cells)}</tr>'
-
-
-def _framed(head: str, body: Sequence[str]) -> str:
-    style = "border-collapse:collapse;font-size:12px;background:transparent;color:inherit"
-    return (
-        f'<div data-scrolls style="overflow:auto;max-height:25em"><table class="wb-sa-table" style="{style}">{head}'
-        f"<tbody data-steps>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _cell(value: Any) -> str:
-    shown = _plain(value)
-    side = "text-align:left;white-space:nowrap" if isinstance(shown, str) else "text-align:right"
-    text = f"{shown:.4g}" if isinstance(shown, float) else str(shown)
-    return f'<td style="{_PLACE};{side}">{escape(text)}</td>'
+    press = button("Show these rows", "where", value=f"prompt_uid == {_plain(numbers['prompt_uid'].iloc[0])}")
+    return f"<div><b>{told}</b> {press if live else ''}</div>"
 
 
 def _plain(value: Any) -> Any:
@@ -287,10 +89,190 @@ def _plain(value: Any) -> Any:
     return ("yes" if plain else "no") if isinstance(plain, bool) else plain
 
 
-def _prompt(sample: Sample) -> str:
-    return sample.texts.get("prompt", sample.prompt)
-
-
-def _short(text: str, most: int = SHORT, *, keep_lines: bool = False) -> str:
-    flat = text if keep_lines else text.replace("\n", "↵")
+def _short(text: str, most: int = SHORT) -> str:
+    flat = text.replace("\n", "↵")
     return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+
+
+# --- one response -----------------------------------------------------------------------------------------------------
+
+
+def response(view: Samples, looked: Looked, *, live: bool) -> str:
+    """The chosen row: its prompt, its response coloured by a column, what is beside it, and its numbers."""
+    sample, beside, colour = looked.sample, looked.beside, looked.colour
+    assert sample is not None
+    length, shown = len(sample.token_ids), WINDOW // (2 if beside is not None else 1)
+    first = min(view.start, max(0, length - 1))
+    window = range(first, min(first + shown, length))
+    # one scale for the rows of a page, so that their colours compare
+    of_page = [one.columns[colour] for one in looked.page if colour in one.columns]
+    scale = scale_of(colour, [looked.columns[colour], *of_page])
+    parts, same = [legend(scale, colour, MEANINGS.get(colour, ""))], -1
+    boxes = [
+        _box(f"{looked.rows.name}, row {sample.row}", tokens(view, sample, looked.columns, colour, scale, window, live))
+    ]
+    if beside is not None:
+        same, longest = common(sample, beside), max(len(beside.token_ids), length)
+        alike = "the same response" if same == longest else f"the first {same} tokens are the same"
+        columns = dict(looked.beside_columns)
+        if colour in columns:
+            theirs = columns[colour].double()
+            columns["difference"] = up_to(same, theirs, len(theirs)) - up_to(same, looked.columns[colour], len(theirs))
+        html = tokens(view, beside, columns, colour, scale, window, live, side=1, same=same)
+        boxes.append(_box(f"{view.beside}, row {beside.row}: {alike}", html))
+    elif view.beside:
+        parts.append(f"<div>{escape(view.beside)} has no sample of this prompt.</div>")
+    if live:
+        told = "Step along the tokens with the arrow keys."
+        boxes.append(f'<div data-says aria-live="polite" style="min-height:1.5em;flex-basis:100%">{told}</div>')
+    turn = ""
+    if live and length > shown:
+        off = ["" if first else "these are the first", "" if window.stop < length else "these are the last"]
+        turn = button("Earlier tokens", "window", off=off[0], start=max(0, first - shown))
+        turn += " " + button("Later tokens", "window", off=off[1], start=window.stop)
+    part = f"<div>{turn} tokens {first + 1} to {window.stop} of {length}</div>" if len(window) < length else ""
+    prompt = sample.prompt if len(sample.prompt) <= LONG else f"{sample.prompt[: LONG - 1]}…"
+    return (
+        f'<section aria-label="row {sample.row}"><h4 style="margin:8px 0 2px">row {sample.row}</h4>'
+        f'<div style="white-space:pre-wrap;max-height:9em;overflow:auto;opacity:.8" tabindex="0" aria-label="prompt">'
+        f'{escape(prompt)}</div>{"".join(parts)}<div style="{_SIDE_BY_SIDE}">{"".join(boxes)}</div>{part}'
+        f'<div style="{_SIDE_BY_SIDE}">{_facts(sample, looked.columns, view.at)}</div></section>'
+    )
+
+
+def _box(title: str, inside: str) -> str:
+    return (
+        f'<div style="flex:1 1 22em;min-width:0"><div style="opacity:.75">{escape(title)}</div>'
+        f'<div class="wb-sa-tokens" data-steps role="group" aria-label="tokens of {escape(title)}" '
+        f'style="{_TOKENS}">{inside}</div></div>'
+    )
+
+
+def tokens(
+    view: Samples, sample: Sample, columns: Mapping[str, Tensor], colour: str, scale: Scale, window: range, live: bool,
+    *, side: int = 0, same: int = -1,
+) -> str:  # fmt: skip
+    """The tokens of a window as spans. columns: with "difference" where there is one to tell. side: 1 for the response
+    beside. same: how many tokens both have; -1: there is no other."""
+    ids, window = sample.token_ids, range(window.start, min(window.stop, len(sample.token_ids)))
+    if not window:
+        return "<i>no tokens here</i>"
+    before = max(0, window.start - 1)  # which the first one of the window is read behind
+    texts = token_texts(ids[before : window.stop], view.lab.decode)[-len(window) :]
+    reached, spans = view.at if view.at in window else window.start, []
+    ratio = "new_ratio" if "new_ratio" in columns else "ratio"
+    numbers = {name: values.tolist() for name, values in columns.items()}
+    for n, text in zip(window, texts, strict=True):
+        of = {name: values[n] for name, values in numbers.items()}
+        other, chosen, outside = 0 <= same <= n, bool(sample.mask[n]), of.get("outside_range", 0.0)
+        value = of.get(colour, math.nan)
+        says = f"token {n + 1} of {len(ids)} {text!r} (id {ids[n]}): {colour} {number(value)}"
+        if "difference" in of:
+            says += ", behind what both have" if other else f", difference {number(of['difference'])}"
+        if outside:
+            says += f", {ratio} {'above' if outside > 0 else 'below'} the clip range"
+            says += "" if "clipped" not in of else ", clipped" if of["clipped"] else ", not clipped"
+        says += "" if chosen else ", not chosen by the policy"
+        act = ""
+        if live:
+            given = json.dumps({"at": n, "side": 1} if side else {"at": n}, separators=(",", ":"))
+            act = f" data-item data-token data-act=token data-given='{given}' tabindex={0 if n == reached else -1}"
+        sign = SIGNS.get(of.get("clipped", outside), "")
+        spans.append(token(text, says, scale.colour(value), sign=sign, masked=not chosen, other=other, act=act))
+    return "".join(spans)
+
+
+def token(
+    text: str, says: str, colour: str, *, sign: str = "", masked: bool = False, other: bool = False, act: str = ""
+) -> str:
+    """A token as a span; spaces and ends of lines can be seen. says: its number, in words. sign: of one that is
+    clipped, or outside the range. masked: the policy did not choose it. other: the responses are no longer the same."""
+    style = "padding:0 1px;margin-right:2px;" + (f"background:{colour};" if colour else "")
+    if masked:
+        style += "text-decoration:line-through;opacity:.55;"
+    elif sign:
+        style += "text-decoration:underline 2px;"
+    if other:
+        style += "outline:1px dotted currentColor;outline-offset:-1px;"
+    told = f'<sup style="font-size:65%;line-height:0">{sign}</sup>' if sign else ""
+    shown = escape(text).replace(" ", "·").replace("\t", "⇥\t").replace("\n", "↵\n") or "∅"
+    line = "\n" if shown.endswith("\n") else ""  # the sign stays in the line of its token
+    return f'<span title="{escape(says)}" style="{style}"{act}>{shown.removesuffix(line)}{told}{line}</span>'
+
+
+def _facts(sample: Sample, columns: Mapping[str, Tensor], at: int) -> str:
+    """What is known of the row, and of each column the number at the chosen token, the mean and the sum."""
+    known = {name: _plain(value) for name, value in sample.values.items() if name != "finished"}
+    known |= {name: _short(text) for name, text in sample.texts.items() if name != "prompt"}
+    rows = []
+    for name, values in columns.items():
+        chosen = values[sample.mask].double()
+        chosen = chosen[~chosen.isnan()]
+        figures = (values[at] if at < len(values) else None), chosen.mean(), chosen.sum() if len(chosen) else math.nan
+        told = ["" if figure is None else number(float(figure)) for figure in figures]
+        rows.append({"column": name} | dict(zip((f"token {at + 1}", "mean", "sum"), told, strict=True)))
+    return kv(known) + table(rows, max_rows=40)
+
+
+# --- numbers as colours -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How a number becomes a colour.
+
+    "diverging": blue below 0, orange above it, strongest at `limit` and beyond. "ratio": so around 1, by the logarithm,
+    whose limit it is. "sequential": from 0, without colour, down to -limit, in green: log-probabilities.
+    """
+
+    kind: Literal["diverging", "ratio", "sequential"]
+    limit: float
+
+    def place(self, value: float) -> float:
+        """Where a number is on the scale: from -1 to 1, 0 without colour; NaN for none."""
+        if math.isnan(value):
+            return math.nan
+        if self.kind == "ratio":
+            value = math.log(value) if value > 0 else -math.inf
+        return max(-1.0, min(0.0 if self.kind == "sequential" else 1.0, value / self.limit))
+
+    def at(self, place: float) -> float:
+        """The number at a place."""
+        return math.exp(place * self.limit) if self.kind == "ratio" else place * self.limit
+
+    def colour(self, value: float) -> str:
+        """As #rrggbbaa; "" for no colour."""
+        place = self.place(value)
+        strength = 0 if math.isnan(place) else round(abs(place) * STRONGEST * 255)
+        hue = UNLIKELY if self.kind == "sequential" else BELOW if place < 0 else ABOVE
+        return f"{hue}{strength:02x}" if strength else ""
+
+
+def scale_of(name: str, values: Sequence[Tensor]) -> Scale:
+    """The scale of a column, for the numbers that are shown of it: wide enough for all of them but the outermost."""
+    kind: Any = "ratio" if name.endswith("ratio") else "sequential" if name.endswith("log_prob") else "diverging"
+    numbers = torch.cat([value.double().flatten() for value in values])
+    sizes = (numbers.clamp(min=1e-12).log() if kind == "ratio" else numbers).abs()
+    sizes = sizes[sizes.isfinite()]
+    if name in ("outside_range", "clipped", "response_mask") or not len(sizes):
+        return Scale(kind=kind, limit=1.0)
+    return Scale(kind=kind, limit=float(torch.quantile(sizes, 1 - BEYOND)) or float(sizes.max()) or 1.0)
+
+
+def number(value: float) -> str:
+    """Six digits, with a sign that is as wide as a plus."""
+    return "none" if math.isnan(value) else f"{value:.6g}".replace("-", "\N{MINUS SIGN}")
+
+
+def legend(scale: Scale, title: str, meaning: str) -> str:
+    """A line with the scale's colours, and the number of each."""
+    places = (-1.0, -0.5, 0.0) if scale.kind == "sequential" else (-1.0, -0.5, 0.0, 0.5, 1.0)
+    ends = {-1.0: "\N{LESS-THAN OR EQUAL TO} ", 1.0: "\N{GREATER-THAN OR EQUAL TO} "}
+    boxes = "".join(
+        f'<span style="padding:1px 7px;border:1px solid color-mix(in srgb,currentColor 25%,transparent);'
+        f'background:{scale.colour(scale.at(place)) or "transparent"}">{ends.get(place, "")}'
+        f"{f'{scale.at(place):.3g}'.replace('-', chr(0x2212))}</span>"
+        for place in places
+    )
+    told = f' <span style="opacity:.75">{escape(meaning)}</span>' if meaning else ""
+    return f'<div style="font-size:12px;margin:3px 0"><b>{escape(title)}</b> {boxes}{told}</div>'

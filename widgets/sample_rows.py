@@ -3,51 +3,76 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
-from workbench.batches.columns import Ragged, nbytes
+from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench_widgets.token_columns import Sample
+from workbench.objectives.kl import kl_estimate, ratio_of
 
 SEARCHED_ROWS = 64  # whose tokens are here at a time while a text is looked for
-KEPT_SAMPLES = 256
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 # what an expression over columns may be made of
 ALLOWED = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.Invert, ast.USub, ast.UAdd),
     *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Mod, ast.BitAnd, ast.BitOr, ast.Compare, ast.Load),
     *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.Name, ast.Constant),
 )
+# What each derived column is made of, and how: shown beside its name.
+MEANINGS = {
+    "kl": "k1: old_log_prob - ref_log_prob, nats",
+    "ratio": "exp(old_log_prob - rollout_log_prob)",
+    "new_log_prob": "old_log_prob of the batch beside",
+    "new_ratio": "exp(new_log_prob - old_log_prob)",
+    "outside_range": "-1 below the clip range, 1 above it: new_ratio, else ratio",
+    "clipped": "outside_range where PPO's loss clips: min(r A, clip(r) A) is not r A, of r = new_ratio, A = advantages",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One row of a batch. token_ids: of the response, T of them. mask: which of them the policy chose, bool [T].
+    columns: numbers by token, [T] each. values: one number by name. texts: the columns of text."""
+
+    row: int
+    prompt: str
+    token_ids: Sequence[int]
+    mask: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def mean(self, name: str) -> float:
+        """Of a column over the tokens that the policy chose; NaN where there are none."""
+        return float(self.columns[name][self.mask].double().mean())
 
 
 class SampleRows:
     """What is looked at of one batch, by its name in the store: it keeps no handle, so that the store can release it.
 
     numbers: a frame of all rows with the columns of one number a row, `response_tokens`, counted on the hosts, and
-    `truncated`. token_names: columns of numbers that are, in every row, as many as the response's tokens. Columns of
-    tokens and text are brought here for the rows asked for. brought_bytes: what came so far.
+    `truncated`. Columns of tokens and text are brought here for the rows asked for; numbers by token are those that
+    are, in every row, as many as the response's tokens.
     """
 
     def __init__(self, lab: Any, name: str) -> None:
-        self.lab, self.name, self.brought_bytes = lab, name, 0
+        self.lab, self.name = lab, name
         batch = lab.batch(name)
-        self.meta = dict(batch.meta)
-        columns = batch.columns
-        self.rows = batch.rows
-        self.text_names = [n for n, c in columns.items() if c.dtype == "object"]
+        self.meta, self.rows, columns = dict(batch.meta), batch.rows, batch.columns
         lengths = batch.lengths("response_ids")
         ragged = [n for n, c in columns.items() if c.row_shape == ("*",) and not n.endswith("_ids")]
-        by_token = [n for n in ragged if np.array_equal(batch.lengths(n), lengths)]
-        self.token_names = [n for n in by_token if n != "response_mask"]
-        number_names = [n for n, c in columns.items() if c.row_shape == () and c.dtype != "object"]
-        self._wanted = [n for n in (*by_token, "prompt_ids", "response_ids") if n in columns]
-        self._wanted += self.text_names
-        table = self._fetch(number_names, None) if number_names else {}
+        self._by_token = [n for n in ragged if np.array_equal(batch.lengths(n), lengths)]
+        self._texts = [n for n, c in columns.items() if c.dtype == "object"]
+        self._tokens = [n for n in ("prompt_ids", "response_ids") if n in columns]
+        names = [n for n, c in columns.items() if c.row_shape == () and c.dtype != "object"]
+        table = batch.fetch(names, None) if names else {}
         self.numbers = pd.DataFrame({n: np.asarray(column) for n, column in table.items()}, index=range(self.rows))
         self.numbers["response_tokens"] = lengths
         if "finished" in self.numbers:
@@ -55,12 +80,10 @@ class SampleRows:
         self._samples: dict[int, Sample] = {}
         self._found: tuple[tuple[str, str], list[int]] = (("", ""), list(range(self.rows)))
 
-    def _fetch(self, names: Sequence[str], rows: Sequence[int] | None) -> dict[str, Any]:
-        table: dict[str, Any] = self.lab.batch(self.name).fetch(names, rows)
-        self.brought_bytes += sum(nbytes(column) for column in table.values())
-        return table
-
-    # --- which rows ---------------------------------------------------------------------------------------------------
+    def _fetch(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Any]:
+        """Columns of some rows; those of tokens and of numbers by token as a tensor a row."""
+        table = self.lab.batch(self.name).fetch(names, rows)
+        return {name: column.rows() if isinstance(column, Ragged) else column for name, column in table.items()}
 
     def find(self, where: str, text: str, sort: str = "", descending: bool = False) -> list[int]:
         """The rows for which `where` is true and that have `text` in prompt or response, in order of a column.
@@ -70,7 +93,7 @@ class SampleRows:
         """
         if self._found[0] != (where, text):
             rows = np.flatnonzero(chosen(self.numbers, where)).tolist()
-            self._found = ((where, text), self._with_text(rows, text) if text else rows)
+            self._found = ((where, text), self._with_text(rows, text.lower()) if text else rows)
         rows = self._found[1]
         if sort not in self.numbers:
             return rows
@@ -80,48 +103,40 @@ class SampleRows:
         found = []
         for start in range(0, len(rows), SEARCHED_ROWS):
             part = rows[start : start + SEARCHED_ROWS]
-            names = [name for name in ("prompt_ids", "response_ids") if name in self._wanted]
-            tokens = [column.rows() for column in self._fetch(names, part).values()]
-            for row, *ids in zip(part, *tokens, strict=True):
-                if any(text.lower() in self.lab.decode(each.tolist()).lower() for each in ids):
+            for row, *ids in zip(part, *self._fetch(self._tokens, part).values(), strict=True):
+                if any(text in self.lab.decode(each.tolist()).lower() for each in ids):
                     found.append(row)
         return found
 
     def group(self, row: int) -> list[int]:
         """The rows of the same prompt, itself among them."""
-        if "prompt_uid" not in self.numbers:
-            return [row]
-        uids = self.numbers["prompt_uid"]
-        return list(uids.index[uids == uids[row]])
-
-    # --- their tokens -------------------------------------------------------------------------------------------------
+        uids = self.numbers.get("prompt_uid")
+        return [row] if uids is None else list(uids.index[uids == uids[row]])
 
     def samples(self, rows: Sequence[int]) -> list[Sample]:
         """Tokens, text and numbers of some rows; those that are not here yet are brought."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._samples]
-        if len(self._samples) + len(missing) > KEPT_SAMPLES:
-            self._samples, missing = {}, list(dict.fromkeys(rows))
         if missing:
-            self._samples |= self._bring(missing)
+            table = self._fetch([*self._by_token, *self._tokens, *self._texts], missing)
+            for n, row in enumerate(missing):
+                self._samples[row] = self._sample(row, {name: column[n] for name, column in table.items()})
         return [self._samples[row] for row in rows]
 
-    def _bring(self, rows: Sequence[int]) -> dict[int, Sample]:
-        table = self._fetch(self._wanted, rows)
-        split = {name: column.rows() if isinstance(column, Ragged) else column for name, column in table.items()}
-        found = {}
-        for n, row in enumerate(rows):
-            ids = split["response_ids"][n].tolist()
-            mask = (
-                split["response_mask"][n].bool() if "response_mask" in split else torch.ones(len(ids), dtype=torch.bool)
-            )
-            tokens = {name: split[name][n] for name in self.token_names}
-            texts = {name: str(split[name][n]) for name in self.text_names}
-            prompt = self.lab.decode(split["prompt_ids"][n].tolist()) if "prompt_ids" in split else ""
-            found[row] = Sample(
-                row=row, prompt=prompt, token_ids=ids, mask=mask, columns={**tokens, "response_mask": mask.float()},
-                values={str(name): self.numbers[name].iat[row] for name in self.numbers}, texts=texts,
-            )  # fmt: skip
-        return found
+    def _sample(self, row: int, held: Mapping[str, Any]) -> Sample:
+        ids = held["response_ids"].tolist()
+        columns = {name: held[name] for name in self._by_token if name != "response_mask"}
+        mask = held["response_mask"].bool() if "response_mask" in self._by_token else torch.ones(len(ids)).bool()
+        old = columns.get("old_log_prob")
+        if old is not None and "ref_log_prob" in columns:
+            columns["kl"] = kl_estimate(old, columns["ref_log_prob"], "k1")
+        if old is not None and "rollout_log_prob" in columns:
+            columns["ratio"] = ratio_of(old, columns["rollout_log_prob"])
+        columns["response_mask"] = mask.float()
+        return Sample(
+            row=row, prompt=self.lab.decode(held["prompt_ids"].tolist()) if "prompt_ids" in held else "",
+            token_ids=ids, mask=mask, columns=columns, texts={name: str(held[name]) for name in self._texts},
+            values={str(name): self.numbers[name].iat[row] for name in self.numbers},
+        )  # fmt: skip
 
     def counterpart(self, sample: Sample, mine: SampleRows) -> Sample | None:
         """The row here that a sample of another batch is beside: of the same prompt, with the same response where there
@@ -130,13 +145,10 @@ class SampleRows:
         if "prompt_uid" not in self.numbers or "prompt_uid" not in mine.numbers:
             return self.samples([sample.row])[0] if sample.row < self.rows else None
         uids = self.numbers["prompt_uid"]
-        rows = list(uids.index[uids == mine.numbers["prompt_uid"][sample.row]])[:KEPT_SAMPLES]
-        if not rows:
-            return None
-        same = [other for other in self.samples(rows) if other.token_ids == sample.token_ids]
-        by_row = {other.row: other for other in same}
-        place = min(mine.group(sample.row).index(sample.row), len(rows) - 1)
-        return by_row.get(rows[place]) or (same[0] if same else self.samples([rows[place]])[0])
+        others = self.samples(list(uids.index[uids == mine.numbers["prompt_uid"][sample.row]]))
+        place = mine.group(sample.row).index(sample.row)
+        ranked = [(other.token_ids != sample.token_ids, abs(n - place), n) for n, other in enumerate(others)]
+        return others[min(ranked)[-1]] if others else None
 
 
 def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
@@ -144,23 +156,70 @@ def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
 
     It may compare and reckon with columns of one number a row, and nothing else: no calls, no attributes. Empty: all.
     """
-    if not where.strip():
+    where = where.strip()
+    if not where:
         return np.ones(len(numbers), dtype=bool)
-    rule = f"an expression such as rewards > 0.5, of {', '.join(map(str, numbers))}"
+    what = f"rows where {shown(where, 80)}"
+    rule = f"must be an expression such as rewards > 0.5, with and, or, not, of {', '.join(map(str, numbers))}"
     try:
-        tree = ast.parse(where.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadInput(f"rows where {shown(where, 80)}", f"must be {rule}", "use and, or, not, < and ==") from error
-    for node in ast.walk(tree):
-        number = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float)
-        if not isinstance(node, ALLOWED) or not number:
-            raise BadInput(f"{shown(ast.unparse(node))} in rows where {shown(where, 80)}", f"must be {rule}")
-        if isinstance(node, ast.Name) and node.id not in numbers:
-            raise BadInput(f"{node.id!r} in rows where {shown(where, 80)}", f"must be {rule}")
-    try:
-        found = numbers.eval(where.strip(), engine="python")
-    except Exception as error:  # pandas raises many kinds
-        raise BadInput(f"rows where {shown(where, 80)}", f"must be {rule}: {error}") from error
+        for node in ast.walk(ast.parse(where, mode="eval")):
+            number = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float)
+            if not isinstance(node, ALLOWED) or not number or (isinstance(node, ast.Name) and node.id not in numbers):
+                raise BadInput(f"{shown(ast.unparse(node))} in {what}", rule)
+        found = numbers.eval(where, engine="python")
+    except BadInput:
+        raise
+    except Exception as error:  # the parser and pandas raise many kinds
+        raise BadInput(what, f"{rule}: {error}") from error
     if not isinstance(found, pd.Series) or found.dtype != bool:
-        raise BadInput(f"rows where {shown(where, 80)}", f"is no truth value a row; must be {rule}")
+        raise BadInput(what, f"is no truth value of a row; {rule}")
     return np.asarray(found)
+
+
+# --- one number a token: pure functions of one row, [T] ---------------------------------------------------------------
+
+
+def beside_columns(sample: Sample, beside: Sample | None, clip_low: float, clip_high: float) -> dict[str, Tensor]:
+    """The columns of a sample with those that need another batch or a clip range; `MEANINGS` has the formulas.
+
+    beside: the same row of another batch. Its numbers count for the tokens up to which both responses are the same, and
+    are NaN behind them: there they are those of another text.
+    """
+    found = dict(sample.columns)
+    old, after = found.get("old_log_prob"), None if beside is None else beside.columns.get("old_log_prob")
+    if old is not None and beside is not None and after is not None:
+        found["new_log_prob"] = up_to(common(sample, beside), after, len(old))
+        found["new_ratio"] = ratio_of(found["new_log_prob"], old)
+    ratio = found.get("new_ratio", found.get("ratio"))
+    if ratio is not None:
+        outside = found["outside_range"] = (ratio > 1 + clip_high).float() - (ratio < 1 - clip_low).float()
+        if "new_ratio" in found and "advantages" in found:  # above it is clipped where A > 0, below it where A < 0
+            found["clipped"] = torch.where(outside * found["advantages"] > 0, outside, 0.0)
+    return found
+
+
+def common(one: Sample, other: Sample) -> int:
+    """How many tokens two responses to one prompt have in common, from their start."""
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.token_ids)))
+
+
+def up_to(same: int, values_T: Tensor, length: int) -> Tensor:
+    """The first `same` of the values, and NaN behind them: so many in all."""
+    found = torch.full((length,), float("nan"), dtype=values_T.dtype)
+    found[:same] = values_T[:same]
+    return found
+
+
+def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """The text of each token, as it reads behind the one before it: some tokenizers drop a space at the start of a
+    text. A token that is a part of a character is its id, in ⟨ ⟩."""
+    texts = []
+    for n, token in enumerate(token_ids):
+        alone = decode([token])
+        if n and UNREADABLE not in alone:
+            before = decode([token_ids[n - 1]])
+            pair = decode([token_ids[n - 1], token])
+            alone = pair[len(before) :] if pair.startswith(before) else alone
+        texts.append(f"⟨{token}⟩" if UNREADABLE in alone else alone)
+    return texts

@@ -9,27 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.display.html import bytes_text
-from workbench.errors import BadInput, NotFound, WorkbenchError
+from workbench.errors import NotFound, WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.objectives.losses import CLIPS, clips
 from workbench_widgets import sample_pictures as pictures
-from workbench_widgets.sample_rows import SampleRows, chosen
-from workbench_widgets.token_columns import Sample, derived, derived_names
+from workbench_widgets.sample_rows import Sample, SampleRows, beside_columns, chosen
 from workbench_widgets.view import View, button, choice, entry
 
 PAGE_ROWS = 20
-GROUP_ROWS = 32
 OFFERED = 40  # batches in a choice
 # what tokens are coloured by until something else is chosen: the first that there is
-FIRST_COLOURS = ("advantages", "kl", "old_log_prob", "rollout_log_prob")
+FIRST_COLOURS = ("advantages", "kl", "old_log_prob", "rollout_log_prob", "response_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
     """What is looked at: the rows that were found, those of the page, the one that is chosen, and what is beside it.
 
-    columns, beside_columns: numbers by token of the two, with those that follow from them.
+    columns, beside_columns: numbers by token of the two. colour: the one of these that tokens are coloured by.
     """
 
     rows: SampleRows
@@ -37,6 +34,7 @@ class Looked:
     page: Sequence[Sample]
     sample: Sample | None
     columns: dict[str, Tensor]
+    colour: str
     beside: Sample | None
     beside_columns: dict[str, Tensor]
 
@@ -44,22 +42,18 @@ class Looked:
 class Samples(View):
     """The rows of a batch as a table to sort and to filter, and one of them token by token.
 
-    iteration: whose batches; None: the newest there are. batch: which of them, by name; "": the newest that is whole.
-    Of the rows only those shown have their tokens brought here.
+    batch: which one, by name; "": the newest that is whole. Only tokens of the rows that are shown are brought here.
     """
 
     name, title, script = "samples", "Samples", True
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
-        self.iteration: int | None = None
         self.batch = self.beside = self.where = self.search = self.sort = self.colour = ""
-        self.descending = self.difference = self.group = True
+        self.descending = True
         self.page = self.at = self.start = 0
         self.row: int | None = None
-        self._clip: dict[str, float] = {}
         self._note = ""
-        self._names: tuple[Hashable, dict[str, str]] = (None, {})
         self._opened: dict[str, SampleRows] = {}
 
     # --- which batch --------------------------------------------------------------------------------------------------
@@ -69,16 +63,12 @@ class Samples(View):
 
     def batches(self) -> dict[str, str]:
         """Where each batch is that has responses and is whole ("hosts", "file"), by name, newest first."""
-        key = self.depends_on()
-        if self._names[0] != key:
-            store, frame, found = self.lab.store, self.lab.batches(), {}
-            places = zip(frame["batch"], frame["where"], strict=True) if len(frame) else ()
-            for name, where in reversed(list(places)):
-                whole = where == "file" or store.kept(name) is not None
-                if where != "gone" and whole and "response_ids" in store.column_names(name):
-                    found[name] = where
-            self._names = (key, found)
-        return self._names[1]
+        store, frame, found = self.lab.store, self.lab.batches(), {}
+        for name, where in zip(frame["batch"][::-1], frame["where"][::-1], strict=True) if len(frame) else ():
+            whole = where == "file" or store.kept(name) is not None
+            if where != "gone" and whole and "response_ids" in store.column_names(name):
+                found[name] = where
+        return found
 
     def shown_batch(self) -> str:
         """The name of the batch that is looked at; `NotFound` where there is none such."""
@@ -87,24 +77,23 @@ class Samples(View):
             if self.batch not in names:
                 raise NotFound(f"{self.batch} is no longer in the store", "it was released", "choose another batch")
             return self.batch
-        of_it = [n for n in names if self.iteration is None or self.lab.store.iteration(n) == self.iteration]
-        if not of_it:
+        if not names:
             raise NotFound(
                 "no batch with responses is in the store", "generation makes one", "lab.actor.generate_sequences(...)"
             )
-        return next((name for name in of_it if names[name] == "hosts"), of_it[0])
+        return next((name for name in names if names[name] == "hosts"), next(iter(names)))
 
     def receive(self, iteration: int | None = None, batch: str = "", **_: Any) -> None:
         """Look at the newest batch of an iteration, or at one by name. One that is not kept is said to be gone."""
-        self._note = ""
-        if iteration is not None and not any(self.lab.store.iteration(n) == iteration for n in self.batches()):
+        if iteration is not None:
+            batch = next((name for name in self.batches() if self.lab.store.iteration(name) == iteration), "")
+        self.batch, self._note = batch, ""
+        if iteration is not None and not batch:
             self._note = (
                 f"Iteration {iteration} has no batch with responses in the store: it was released, let go of beyond "
                 "lab.store.limit_bytes or limit_batches, or not made by this kernel. Raise the limit before a run, or "
                 "hold a batch in a cell. Shown is the newest."
             )
-            iteration = None
-        self.iteration, self.batch = iteration, batch
         self.page, self.row, self.start = 0, None, 0
 
     # --- what is looked at --------------------------------------------------------------------------------------------
@@ -128,63 +117,41 @@ class Samples(View):
         beside = None
         if sample is not None and self.beside in self.batches():
             beside = self.open_rows(self.beside).counterpart(sample, rows)
+        columns = {} if sample is None else beside_columns(sample, beside, *self.clip)
+        theirs = {} if beside is None else beside_columns(beside, None, *self.clip)
+        colour = next((name for name in (self.colour, *FIRST_COLOURS) if name in columns), self.colour)
         return Looked(
-            rows=rows,
-            found=found,
-            page=page,
-            sample=sample,
-            columns={} if sample is None else derived(sample, beside, *self.clip),
-            beside=beside,
-            beside_columns={} if beside is None else derived(beside, None, *self.clip),
-        )
+            rows=rows, found=found, page=page, sample=sample, columns=columns, colour=colour, beside=beside,
+            beside_columns=theirs,
+        )  # fmt: skip
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio may be: as set here, else as the algorithm has it, else PPO's."""
+        """How far below and above 1 a ratio may be: as the algorithm has it, else PPO's."""
         algorithm = self.lab.algorithm
         loss, *given = (getattr(algorithm, name, None) for name in ("loss", "clip", "clip_high"))
-        low, high = clips(loss if loss in CLIPS else "ppo", *given)
-        return self._clip.get("low", low), self._clip.get("high", high)
-
-    def colours(self, looked: Looked | None = None) -> list[str]:
-        """The columns that tokens can be coloured by."""
-        rows = (looked or self.look()).rows
-        beside = self._opened[self.beside].token_names if self.beside in self._opened else ()
-        return [*rows.token_names, *derived_names(rows.token_names, beside), "response_mask"]
-
-    def colour_of(self, looked: Looked) -> str:
-        """The column that tokens are coloured by."""
-        there = self.colours(looked)
-        return self.colour if self.colour in there else next((c for c in FIRST_COLOURS if c in there), there[0])
+        return clips(loss if loss in CLIPS else "ppo", *given)
 
     # --- how it is drawn ----------------------------------------------------------------------------------------------
 
     def controls(self) -> str:
-        names, store = self.batches(), self.lab.store
-        offered = list(names)[:OFFERED]
-        iterations = dict.fromkeys(str(i) for n in names if (i := store.iteration(n)) is not None)
-        of_it = [n for n in offered if self.iteration is None or store.iteration(n) == self.iteration]
+        now, colours, colour = "none", [self.colour], self.colour
         try:
             looked = self.look()
-            now, colours, colour = looked.rows.name, self.colours(looked), self.colour_of(looked)
+            now, colours, colour = looked.rows.name, list(looked.columns) or colours, looked.colour
         except WorkbenchError:
-            now, colours, colour = "none", [self.colour], self.colour
-        others = {"": "nothing", **{n: n for n in dict.fromkeys([*offered, *filter(None, [self.beside])]) if n != now}}
-        low, high = self.clip
-        batches = {"": f"newest ({now if not self.batch else 'follows'})"}
-        batches |= {n: n for n in dict.fromkeys([*of_it, *filter(None, [self.batch])])}
+            pass  # the picture says it
+        names = dict.fromkeys([*list(self.batches())[:OFFERED], *filter(None, (self.batch, self.beside))])
+        told = {name: f"{name}, iteration {self.lab.store.iteration(name)}" for name in names}
+        newest = f"newest ({'follows' if self.batch else now})"
+        others = {name: words for name, words in told.items() if name != now}
         return "".join(
             [
-                choice("iteration", "iteration", {"": "newest", **{i: i for i in iterations}}, _text(self.iteration)),
-                choice("batch", "batch", batches, self.batch),
+                choice("batch", "batch", {"": newest, **told}, self.batch),
                 entry("rows where", "where", self.where, kind="search", size=13),
                 entry("with text", "search", self.search, kind="search", size=7),
                 choice("colour by", "colour", colours, colour),
-                choice("beside", "beside", others, self.beside),
-                entry("difference", "difference", self.difference, kind="checkbox") if self.beside else "",
-                entry("group", "group", self.group, kind="checkbox"),
-                entry("clip below", "clip", low, kind="number", size=4, side="low"),
-                entry("above", "clip", high, kind="number", size=4, side="high"),
+                choice("beside", "beside", {"": "nothing", **others}, self.beside),
             ]
         )
 
@@ -200,64 +167,32 @@ class Samples(View):
             looked = self.look()
         except WorkbenchError as error:
             return f'{note}<p role="alert">{escape(str(error))}</p>'
-        parts = [note, self._head(looked, live), pictures.page_table(looked, self.sort, self.descending, live=live)]
+        parts = [note, self._head(looked, live), pictures.page_table(self, looked, live=live)]
         if looked.sample is not None:
-            parts.append(
-                pictures.sample_picture(
-                    looked, self.colour_of(looked), self.beside, at=self.at, start=self.start,
-                    difference=self.difference, clip=self.clip, lab=self.lab, live=live,
-                )
-            )  # fmt: skip
-            if self.group:
-                parts.append(self._group(looked, looked.sample, live))
+            parts += [pictures.response(self, looked, live=live), pictures.group(self, looked, live=live)]
         return "".join(parts)
 
     def _head(self, looked: Looked, live: bool) -> str:
         rows, found = looked.rows, len(looked.found)
-        pages = max(1, -(-found // PAGE_ROWS))
-        turn = ""
+        pages, turn = max(1, -(-found // PAGE_ROWS)), ""
         if live and pages > 1:
-            turn = " ".join(
-                [
-                    button("Previous rows", "page", off="this is the first page" if not self.page else "", by=-1),
-                    button("Next rows", "page", off="" if self.page + 1 < pages else "this is the last page", by=1),
-                ]
-            )
-        known = ", ".join(
-            f"{key} {value}" for key, value in rows.meta.items() if key in ("iteration", "weights_version")
-        )
+            turn = button("Previous rows", "page", off="" if self.page else "this is the first page", by=-1) + " "
+            last = "" if self.page + 1 < pages else "this is the last page"
+            turn += button("Next rows", "page", off=last, by=1)
+        known = [f"{key} {value}" for key, value in rows.meta.items() if key in ("iteration", "weights_version")]
         filtered = f"{found} of {rows.rows} rows" if self.where or self.search else f"{rows.rows} rows"
-        brought = f"{bytes_text(rows.brought_bytes)} of it brought here: numbers of all rows, tokens of those looked at"
-        return (
-            f"<div><b>{escape(rows.name)}</b>{f' ({escape(known)})' if known else ''}: {filtered}, "
-            f'page {self.page + 1} of {pages} {turn} <small style="opacity:.75">{brought}</small></div>'
-        )
-
-    def _group(self, looked: Looked, sample: Sample, live: bool) -> str:
-        rows = looked.rows.group(sample.row)
-        if len(rows) < 2:
-            return ""
-        numbers = looked.rows.numbers.loc[rows]
-        if "rewards" in numbers:
-            numbers = numbers.sort_values("rewards", ascending=False, kind="stable")
-        members = looked.rows.samples(list(numbers.index[:GROUP_ROWS]))
-        return pictures.group_table(members, numbers, sample, lab=self.lab, live=live)
+        head = f"<b>{escape(rows.name)}</b>" + (escape(f" ({', '.join(known)})") if known else "")
+        return f"<div>{head}: {filtered}, page {self.page + 1} of {pages} {turn}</div>"
 
     def text(self) -> str:
         try:
             looked = self.look()
         except WorkbenchError as error:
             return f"samples: {error}"
-        lines = [f"{looked.rows.name}: {len(looked.found)} rows"]
-        for sample in looked.page:
-            reward = f" rewards {sample.values['rewards']:.4g}" if "rewards" in sample.values else ""
-            lines.append(f"  {sample.row}{reward} {shown(self.lab.decode(sample.token_ids), 50)}")
-        return "\n".join(lines)
+        texts = [f"  {sample.row} {shown(self.lab.decode(sample.token_ids), 50)}" for sample in looked.page]
+        return "\n".join([f"{looked.rows.name}: {len(looked.found)} rows", *texts])
 
     # --- actions ------------------------------------------------------------------------------------------------------
-
-    def on_iteration(self, value: str) -> None:
-        self.receive(iteration=int(value) if value else None)
 
     def on_batch(self, value: str) -> None:
         self._note, self.batch = "", value
@@ -290,19 +225,3 @@ class Samples(View):
 
     def on_beside(self, value: str) -> None:
         self.beside, self.start = value, 0
-
-    def on_difference(self, value: bool) -> None:
-        self.difference = value
-
-    def on_group(self, value: bool) -> None:
-        self.group = value
-
-    def on_clip(self, side: str, value: str) -> None:
-        try:
-            self._clip = {**self._clip, side: abs(float(value))}
-        except ValueError as error:
-            raise BadInput(f"a clip range of {value!r}", "must be a number such as 0.2") from error
-
-
-def _text(value: int | None) -> str:
-    return "" if value is None else str(value)

@@ -163,14 +163,14 @@ class SavedPicture:
         }
 
     def _charts(self, view: View, mark: str) -> dict[str, Any]:
-        *_, figure, text = self._drawn.get(view.name, (None, ""))
+        figure = self._drawn[view.name][2] if view.name in self._drawn else None
         if figure is None:
             return {"text/html": f'<div class="{mark}"></div>', "text/plain": ""}
         marked = {**figure, "layout": {**figure["layout"], "meta": mark}}
         if (size := len(json.dumps(marked))) > MOST_BYTES:
             told = f"{view.title}: {size // 1000} kB of charts, too large to be saved. lab.panel({view.name!r}).still()"
             return {"text/html": f'<div class="{mark}">{escape(told)}</div>', "text/plain": told}
-        return {MIMETYPE: marked, "text/plain": text}
+        return {MIMETYPE: marked, "text/plain": ""}  # the text of all views has its numbers
 
     def _bundle(self, views: Sequence[View], lab: Any) -> dict[str, Any]:
         """By mimetype. The first view is open, the others are folded."""

@@ -58,8 +58,7 @@ class Stepper(View):
         super().__init__(lab, driver)
         self._algorithm = algorithm
         self._like = algorithm  # whose sizes others take
-        self._known: dict[str, Any] = {}  # given, or made here, by name
-        self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # those that cells stepped
+        self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # given, made here, or stepped in cells
         self.chosen = ""  # the stage that is looked at
         self.iterations: Any = 3  # as it was typed
         self.arm = ""
@@ -80,7 +79,7 @@ class Stepper(View):
 
     @algorithm.setter
     def algorithm(self, algorithm: Any) -> None:
-        self._algorithm = self._known[type(algorithm).__name__] = algorithm
+        self._algorithm = self._met[type(algorithm).__name__] = algorithm
 
     @property
     def iteration(self) -> int:
@@ -125,10 +124,8 @@ class Stepper(View):
     def _drawn_as(self, *, live: bool) -> str:
         graph = self._graph()
         if graph is None:
-            before = self.lab.iteration
-            made = f"Iteration {before} is the last; this kernel has called" if before else "There has been"
             return (
-                f"<p>{made} no stage yet. Call stages in cells, give this panel an algorithm "
+                f"<p>{self._nothing()}. Call stages in cells, give this panel an algorithm "
                 "(<code>lab.panel(algorithm=wb.PPO(lab))</code>), or choose one above.</p>"
             )
         marks = self._marks(graph)
@@ -149,10 +146,21 @@ class Stepper(View):
     def text(self) -> str:
         graph = self._graph()
         if graph is None:
-            return f"stepper: no stage has been called in this kernel; the last iteration is {self.lab.iteration}"
+            return f"stepper: {self._nothing()}"
         return "\n".join(
             [f"{graph.title}, iteration {self.iteration}"]
             + [f"  {mark.sign} {name}: {mark.words}" for name, mark in self._marks(graph).items()]
+        )
+
+    def _nothing(self) -> str:
+        """Why there is no graph."""
+        now = self.lab.iteration
+        if any(not record.aside for record in self.lab.run_log.records()):
+            return f"No stage has been called in iteration {now} yet"
+        return (
+            f"Iteration {now} is the last; this kernel has called no stage yet"
+            if now
+            else "There has been no stage yet"
         )
 
     def _calls(self) -> list[Any]:
@@ -299,8 +307,7 @@ class Stepper(View):
         if value == BY_HAND:
             self._algorithm = self.lab.algorithm = None
             return
-        known = self._known.get(value) or self._met.get(value)
-        self.algorithm = known if known is not None else make_algorithm(value, self.lab, self._like)
+        self.algorithm = self._met.get(value) or make_algorithm(value, self.lab, self._like)
 
     def on_step(self) -> None:
         algorithm = self._need()

@@ -36,7 +36,7 @@ class Still:
     def _ipython_display_(self) -> None:
         display(self.bundle(), raw=True)
         if self._figure:
-            display({MIMETYPE: self._figure, "text/plain": self._text}, raw=True)
+            display({MIMETYPE: self._figure, "text/plain": ""}, raw=True)  # the text above has its numbers
 
 
 def or_why(make: Callable[[], str]) -> str:

@@ -94,13 +94,14 @@ def _attributes(act: str, given: Given, *, drives: bool) -> str:
 
 def button(
     label: str, act: str, *, drives: bool = False, off: str = "", title: str = "", takes: bool = False,
-    spoken: str = "", **given: Any,
+    spoken: str = "", key: str = "", **given: Any,
 ) -> str:  # fmt: skip
     """A button. drives: runs stages, and waits for what else does. off: why it cannot be pressed now. takes: it adds
     the `value` of the field in its row, an element with `data-row`. spoken: for screen readers, where the label alone
-    says too little."""
+    says too little. key: what names it in this drawing and the next, where its action does not."""
     state = f' disabled title="{escape(off)}"' if off else (f' title="{escape(title)}"' if title else "")
     state += (" data-takes" if takes else "") + (f' aria-label="{escape(spoken)}"' if spoken else "")
+    state += f' data-key="{escape(key)}"' if key else ""
     return f'<button type="button" {_attributes(act, given, drives=drives)}{state}>{escape(label)}</button>'
 
 

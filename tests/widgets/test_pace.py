@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from workbench_widgets import Panel, View
-from workbench_widgets.driver import Driver
-from workbench_widgets.pace import LEAST_REST_S, MOST_REST_S, REST, Pace
+from workbench_widgets.driver import LEAST_REST_S, MOST_REST_S, REST, Driver, Pace
 
 
 class Lab(SimpleNamespace):
@@ -28,7 +27,7 @@ class Lab(SimpleNamespace):
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now_s=100.0, spent_s=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: clock.spent_s)
-    monkeypatch.setattr("workbench_widgets.pace.time", times)
+    monkeypatch.setattr("workbench_widgets.driver.time", times)
     monkeypatch.setattr(sys.modules["workbench_widgets.panel"], "time", times)  # `panel` of the package is a function
     return clock
 

@@ -44,12 +44,15 @@ def test_a_kernel_that_has_called_nothing_tells_of_the_iterations_before(tmp_pat
     with tiny_lab("before", tmp_path, backend="inline", models=models) as lab:
         shown: Any = lab.panel("stepper").views["stepper"]
         assert "There has been no stage yet" in shown.picture()
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
+        lab.prompts.next(2)
+        assert "No stage has been called in iteration 2 yet" in shown.picture() and "iteration 2" in shown.text()
         wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=2)).iterate()
         folder = lab.save(tmp_path / "one", models=False).folder
     with wb.restore(folder, name="after", runs=tmp_path) as lab:
         shown = lab.panel("stepper").views["stepper"]
         shown.act("choose_algorithm", {"value": "by hand"})
-        assert "Iteration 1 is the last; this kernel has called no stage yet" in shown.picture()
+        assert "Iteration 3 is the last; this kernel has called no stage yet" in shown.picture()
 
 
 def test_a_view_that_there_is_not(lab: wb.Workbench) -> None:
@@ -63,6 +66,7 @@ def test_outside_a_notebook_it_is_a_picture_of_every_view(lab: wb.Workbench) -> 
     assert set(bundle) == {"text/html", "text/plain"}
     assert all(f"<summary>{view.title}</summary>" in bundle["text/html"] for view in views)
     assert len(charts) == sum(view.has_figure for view in views) == 2
+    assert [chart["text/plain"] for chart in charts] == ["", ""], "a console has their numbers once"
 
 
 def kept(lab: wb.Workbench, views: list[View]) -> list[dict[str, Any]]:
@@ -404,7 +408,7 @@ def test_every_picture_is_followed_by_its_table(tmp_path: Path) -> None:
         assert [name for name, parts in behind.items() for part in parts if "<table" not in part] == []
         pictures = {name: len(parts) for name, parts in behind.items()}
         assert {name for name, count in pictures.items() if not count} == {
-            "samples", "conversation", "checks", "metrics",
+            "samples", "conversation", "checks", "metrics", "placement",
         }, "text, tables; metrics are a figure"  # fmt: skip
         assert "<table" in htmls["metrics"]
         assert "reward of the last 2 iterations" in htmls["strip"]

@@ -15,7 +15,8 @@ from tests.session.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench_widgets import Driver, panel
-from workbench_widgets.placement_editor import PlacementEditor
+from workbench_widgets.placement import NEW_POOL, PlacementEditor, put
+from workbench_widgets.placement_costs import same
 
 WAIT_S = 60.0
 
@@ -28,6 +29,13 @@ def drawn(editor: PlacementEditor) -> str:
     return html
 
 
+def ended(driver: Driver) -> str:
+    """How what was started ended."""
+    assert driver.wait(WAIT_S)
+    assert driver.error == ""
+    return driver.outcome
+
+
 @pytest.fixture
 def inline(tmp_path: Path) -> Iterator[Any]:
     with tiny_lab("editor", tmp_path, backend="inline") as lab:
@@ -35,50 +43,54 @@ def inline(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_inline_shows_its_one_process_and_refuses_another(inline: Any) -> None:
-    editor = PlacementEditor(inline, Driver(inline))
+    shown = panel(inline, ("placement",))
+    editor: Any = shown.views["placement"]
     html = drawn(editor)
     assert "one process, the kernel" in html
     assert html.count('class="wb-pe-card"') == 4
-    assert "cpu:0" in html
+    assert "cpu:0" in html and "tiny-llama-tied" in html
     capacity = bytes_text(inline.read_memory()[0].capacity_bytes)
-    assert f"this machine, of {capacity}," in html, "as the view of memory says"
+    assert f"the machine has {capacity}," in html, "as the view of memory says"
     before = editor.depends_on()
     with expect_error(BadInput, rule="runs everything in the kernel"):
-        editor.act("put", {"role": "critic", "value": "new pool"})
+        editor.act("put", {"role": "critic", "value": NEW_POOL})
     assert editor.draft is None
     assert editor.depends_on() != before, "fields and cards go back to what is"
     assert editor.payload(whole=False)[0]["refused"] == 1
-    still = editor.picture()
+    still = shown.still().bundle()["text/html"]
     assert "data-act" not in still
-    assert "this machine, of" in still
-    assert 'data-plan="standalone"' in still
-    assert "4 roles on 1 device" in still
+    assert "this machine" in still and "4 roles on 1 device" in still
+    assert "placement: shared[1]: actor, critic, reference, reward" in repr(shown.still())
 
 
 def test_processes_of_environments_are_drafted_and_applied(inline: Any) -> None:
     inline.move(inline.placement.with_role("environment", "environments", 2))
     driver = Driver(inline)
-    editor = PlacementEditor(inline, driver)
+    editor: Any = PlacementEditor(inline, driver)
     still = editor.picture()
     assert "process 1" in still and "process 2" not in still and "<span>2 processes</span>" in still
-    editor.act("grow", {"pool": "environments", "by": 1})
+    editor.act("resize", {"pool": "environments", "value": "3"})
     assert editor.draft == inline.placement.with_devices("environments", 3)
     assert "process 2" in drawn(editor)
     editor.act("apply", {})
     ended(driver)
     assert inline.placement.environments.devices == 3
     drawn(editor)
-    assert "colocate" in [offer.plan.name for offer in editor._costs.offers]
     editor.act("take", {"name": "colocate"})
     assert editor.draft is None  # a plan of devices leaves the processes as they are
 
 
-def test_it_is_a_tab_of_the_panel(inline: Any) -> None:
-    shown = panel(inline, ("placement",))
-    html = shown.still().bundle()["text/html"]
-    assert "tiny-llama-tied" in html
-    assert "placement: shared[1]: actor, critic, reference, reward" in repr(shown.still())
-    shown.close()
+def test_a_role_is_put_into_pools() -> None:
+    shared = wb.Placement.of({"shared": (2, ["actor", "critic"])}).with_layout("critic", (1, 2, 1))
+    made = put(shared, "critic", NEW_POOL, shared)
+    assert made == wb.Placement.of({"shared": (2, ["actor"]), "critic": (1, ["critic"])})
+    assert same(put(made, "critic", "shared", shared), shared), "as it is live, with its layout"
+    alone = put(made, "actor", "critic", shared)  # of the live pool nothing is left
+    assert same(put(put(alone, "actor", "shared", shared), "critic", "shared", shared), shared)
+    taken = wb.Placement.of({"critic": (1, ["actor", "critic"])})
+    assert put(taken, "critic", NEW_POOL, taken).pool_of("critic").name == "critic_2"
+    with expect_error(BadInput, rule="for itself"):
+        put(made, "critic", NEW_POOL, shared)
 
 
 @pytest.fixture
@@ -89,141 +101,93 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield lab
 
 
-def ended(driver: Driver) -> str:
-    """How what was started ended."""
-    assert driver.wait(WAIT_S)
-    assert driver.error == ""
-    return driver.outcome
-
-
 def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:
     driver = Driver(shared)
-    editor, live = PlacementEditor(shared, driver), shared.placement
+    editor: Any = PlacementEditor(shared, driver)
+    live = shared.placement
     update_on(shared, stored())
     with expect_error(BadInput, rule="nothing is drafted"):
         editor.act("apply", {})
+    with expect_error(BadInput, rule="the first one"):
+        editor.act("step", {"role": "critic", "by": -1})
     editor.act("step", {"role": "critic", "by": 1})
     html = editor.payload(whole=True)[0]["html"]
-    assert "asking the hosts what it would move" in html
     assert html.count("a free slot") == 1, "the new pool's, not the live one's"
-    assert "cpu:0" in html
     assert 'disabled title="asking' in editor.controls()
     html, change = drawn(editor), shared.diff(editor.draft)
     assert shared.placement == live, "a draft touches nothing"
     assert "moves from shared" in html
-    assert f"{change.expected_text} in all" in html
     assert change.expected_text.startswith("at least "), "no move has been made yet"
-    assert bytes_text(change.total_bytes) in html
+    assert f"{change.expected_text} in all" in html and bytes_text(change.total_bytes) in html
     assert "\N{CHECK MARK} fits" in html
     editor.act("apply", {})
     told = ended(driver)
-    assert told.startswith("moved ")
-    assert ", predicted at least " in told
+    assert told.startswith("moved ") and ", predicted at least " in told
     assert editor.draft is None
-    assert shared.placement.pool_of("critic").name == "critic"
     assert set(shared.topology().query("role == 'critic'")["pool"]) == {"critic"}
     update_on(shared, stored())
-    assert shared.diff(live.with_role("reference", "own", 1)).expected_text.startswith("about ")
     editor.act("put", {"role": "reward", "value": "critic"})
+    editor.act("resize", {"pool": "critic", "value": "2"})
+    assert editor.draft.devices == 3
+    for value, rule in (("8", "this workbench has 4 slots"), ("two", "whole number")):
+        with expect_error(BadInput, rule=rule):
+            editor.act("resize", {"pool": "critic", "value": value})
+    editor.act("resize", {"pool": "critic", "value": "1"})
     editor.act("apply", {})
     ended(driver)
-    for left in (1, 0):
+    for _ in range(2):
         editor.act("undo", {})
         ended(driver)
-        assert len(editor._before) == left
     assert shared.placement == live
     update_on(shared, stored())
 
 
-def test_plans_are_priced_again_when_asked_or_when_their_bytes_are_others(shared: Any) -> None:
-    editor = PlacementEditor(shared, Driver(shared))
-    drawn(editor)
-    offers = editor._costs.offers
-    shared.runner.counters.iteration += 1
-    drawn(editor)
-    assert editor._costs.offers is offers
-    update_on(shared, stored())  # the first step: there are moments to move from now on
-    drawn(editor)
-    assert editor._costs.offers is not offers
-    offers = editor._costs.offers
-    update_on(shared, stored())
-    drawn(editor)
-    assert editor._costs.offers is offers
-    editor.act("ask_again", {})
-    drawn(editor)
-    assert editor._costs.offers is not offers
-
-
 def test_it_follows_what_cells_move(shared: Any) -> None:
     driver = Driver(shared)
-    editor = PlacementEditor(shared, driver)
-    editor.act("put", {"role": "critic", "value": "new pool"})
-    wanted = editor.draft
-    before = editor.depends_on()
+    editor: Any = PlacementEditor(shared, driver)
+    editor.act("put", {"role": "critic", "value": NEW_POOL})
+    wanted, before = editor.draft, editor.depends_on()
     shared.move(shared.placement.with_role("reward", "scorers", devices=1))
     assert editor.depends_on() != before
-    assert "This draft was made when the placement was shared[1]" in drawn(editor)
-    editor.act("keep", {})
-    assert "This draft was made" not in drawn(editor)
+    assert "moves from scorers" in drawn(editor), "the draft is priced from what is live"
     shared.move(wanted)
-    assert editor.draft is None, "it is what there is"
+    assert editor.draft is None, "it is live now"
 
-
-def test_a_draft_that_cells_made_impossible_says_why_and_moves_nothing(shared: Any) -> None:
-    driver = Driver(shared)
-    editor = PlacementEditor(shared, driver)
-    editor.act("put", {"role": "critic", "value": "new pool"})
-    shared.add("cost", vowels)
+    # a draft that a cell made impossible says why and moves nothing
+    editor.act("put", {"role": "reference", "value": "critic"})
+    shared.add("cost", vowels, pool="critic")
     live = shared.placement
     assert "role &#x27;cost&#x27; has no pool" in drawn(editor)
     assert 'disabled title="it cannot be done' in editor.controls()
     editor.act("apply", {})
     assert driver.wait(WAIT_S)
     assert "role 'cost' has no pool" in driver.error
-    assert shared.placement == live
-    assert editor.draft is not None
+    assert shared.placement == live and editor.draft is not None
     editor.act("discard", {})
     assert "nothing is drafted" in editor.controls()
 
 
-def test_layouts_sizes_and_rollout_workers_are_drafted(shared: Any) -> None:
-    editor: Any = PlacementEditor(shared, Driver(shared))
-    editor.act("open", {"role": "actor"})
-    html = drawn(editor)
-    assert "live ranks" in html
-    assert "shared-0" in html
-    editor.act("resize", {"pool": "shared", "value": "2"})
-    editor.act("lay_out", {"role": "critic", "axis": "t", "value": "2"})
-    assert editor.draft.layout_of("critic") == wb.Layout(1, 2, 1)
-    with expect_error(BadInput, remedy="give the pool"):
-        editor.act("grow", {"pool": "shared", "by": 1})
-    with expect_error(BadInput, rule="this workbench has 4 slots"):
-        editor.act("resize", {"pool": "shared", "value": "8"})
-    editor.act("take_back", {"role": "critic"})
-    editor.act("rollout", {})
-    assert editor.draft.pool_of("rollout").devices == 1
-    assert "is added" in drawn(editor)
-    editor.act("rollout", {})
-    editor.act("grow", {"pool": "shared", "by": -1})
-    assert editor.draft is None
-
-
-def test_plans_are_priced_and_taken(shared: Any) -> None:
+def test_placements_with_a_name_are_priced_and_taken(shared: Any) -> None:
     editor: Any = PlacementEditor(shared, Driver(shared))
     drawn(editor)
-    offers = {offer.plan.name: offer for offer in editor._costs.offers}
+    offers = {offer.name: offer for offer in editor._costs.offers}
     assert list(offers) == ["colocate", "split", "standalone"]
     editor.act("take", {"name": "standalone"})
     assert editor.draft == wb.Placement.standalone(actor=1, critic=1, reference=1, reward=1)
     assert offers["standalone"].change.total_bytes == shared.diff(editor.draft).total_bytes > 0
-    editor.act("discard", {})
-    assert editor.draft is None
-    shared.move(shared.placement.with_role("critic", "scorers", devices=1))
-    figures = bytes_text(offers["standalone"].change.total_bytes)
-    assert figures not in editor.payload(whole=True)[0]["html"].split('data-plan="standalone"')[1]
-    assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
     with expect_error(BadInput, rule="not on offer"):
         editor.act("take", {"name": "best"})
+    editor.act("discard", {})
+    for trains, priced_again in ((True, True), (True, False), (False, False)):
+        before = editor._costs.offers  # from the first step on there are moments to move
+        update_on(shared, stored()) if trains else setattr(shared.runner.counters, "iteration", 7)
+        drawn(editor)
+        assert (editor._costs.offers is not before) == priced_again
+    shared.move(shared.placement.with_role("critic", "scorers", devices=1))
+    assert 'aria-label="plans"' not in editor.payload(whole=True)[0]["html"], (
+        "prices of the old placement are not shown"
+    )
+    assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
 
 
 def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
@@ -235,15 +199,13 @@ def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
     ppo.run(2)
     editor.act("suggest", {})
     html = drawn(editor)
-    offers = {offer.plan.name: offer.plan for offer in editor._costs.offers}
+    offers = {offer.name: offer for offer in editor._costs.offers}
     assert list(offers) == ["colocate", "split", "standalone", "quickest", "second", "third"]
     found = [plan.placement for plan in shared.suggest(devices=shared.description.devices or 1)]
-    names = ("quickest", "second", "third")
-    assert all(offers[name].placement in found for name in names)
-    taken = [offers[name].predicted_s for name in names]
-    assert taken == sorted(taken)
+    suggested = [offers[name] for name in ("quickest", "second", "third")]
+    assert all(offer.placement in found for offer in suggested)
+    assert [offer.predicted_s for offer in suggested] == sorted(offer.predicted_s for offer in suggested)
     assert offers["colocate"].predicted_s == shared.predict(offers["colocate"].placement).iteration_s
-    assert 'data-plan="quickest"' in html
-    assert "predicted:" not in html and "not predicted" not in html
+    assert "take quickest" in html and "predicted:" not in html and "not predicted" not in html
     editor.act("take", {"name": "second"})
     assert editor.draft == offers["second"].placement

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from workbench.objectives.losses import ppo_loss
-from workbench_widgets.token_colours import Scale, Token, legend, number, scale_of
-from workbench_widgets.token_columns import Sample, beyond, common, derived, derived_names, difference, token_texts
+from workbench_widgets.sample_pictures import Scale, legend, number, scale_of, token
+from workbench_widgets.sample_rows import Sample, beside_columns, common, token_texts, up_to
 
 LOW, HIGH = 0.2, 0.28
 
@@ -21,46 +21,32 @@ def sample(ids: list[int], mask: list[int] | None = None, **columns: list[float]
     )
 
 
-def test_derived_columns_are_their_formulas() -> None:
-    mine = sample([4, 5, 6], rollout_log_prob=[-1.0, -2.0, -0.5], old_log_prob=[-1.0, -1.5, -1.0],
-                  ref_log_prob=[-2.0, -1.25, -1.0])  # fmt: skip
-    found = derived(mine, None, LOW, HIGH)
-    assert found["kl"].tolist() == [1.0, -0.25, 0.0]
-    assert found["ratio"].tolist() == pytest.approx([1.0, math.exp(0.5), math.exp(-0.5)])
-    assert found["outside_range"].tolist() == [0.0, 1.0, -1.0]
-    assert not {"new_ratio", "clipped"} & set(found)  # no loss clips this ratio
-    assert derived_names(list(mine.columns)) == ["kl", "ratio", "outside_range"]
-    beside = ["new_log_prob", "new_ratio", "outside_range"]
-    assert derived_names(["old_log_prob"], ["old_log_prob"]) == beside
-    assert derived_names(["old_log_prob", "advantages"], ["old_log_prob"]) == [*beside, "clipped"]
-    assert derived_names(["values"]) == []
-
-
 def test_what_is_beside_counts_up_to_where_the_responses_part() -> None:
     mine = sample([4, 5, 6], old_log_prob=[-1.0, -2.0, -3.0])
     after = sample([4, 5, 9, 9], old_log_prob=[-0.5, -2.5, -0.1, -0.1])
     assert (common(mine, after), common(after, after), common(mine, sample([]))) == (2, 4, 0)
-    found = derived(mine, after, LOW, HIGH)
+    found = beside_columns(mine, after, LOW, HIGH)
     assert found["new_log_prob"].tolist()[:2] == [-0.5, -2.5]
     assert found["new_ratio"].tolist()[:2] == pytest.approx([math.exp(0.5), math.exp(-0.5)])
     assert found["outside_range"].tolist() == [1.0, -1.0, 0.0]
     assert "clipped" not in found  # without advantages it is not known
     assert math.isnan(found["new_ratio"][2])
-    gap = difference(after.columns["old_log_prob"], mine.columns["old_log_prob"], 2)
-    assert gap.tolist()[:2] == [0.5, -0.5]
-    assert gap[2:].isnan().all() and len(gap) == 4
+    cut = up_to(2, after.columns["old_log_prob"], 5)
+    assert cut.tolist()[:2] == [-0.5, -2.5] and cut[2:].isnan().all() and len(cut) == 5
 
 
 def test_the_clip_range_has_its_bounds_inside() -> None:
-    ratios = torch.tensor([0.79, 0.8, 1.0, 1.28, 1.29, math.nan], dtype=torch.float64)
-    assert beyond(ratios, LOW, HIGH).tolist() == [-1, 0, 0, 0, 1, 0]
+    ratios = [0.79, 0.8, 1.0, 1.28, 1.29, math.nan]
+    found = beside_columns(sample([1] * 6, ratio=ratios), None, LOW, HIGH)
+    assert found["outside_range"].tolist() == [-1, 0, 0, 0, 1, 0]
+    assert "clipped" not in found  # no loss clips this ratio
 
 
 def test_clipped_is_what_the_loss_clips() -> None:
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1, 1.5], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0]
     logs = [math.log(ratio) for ratio in ratios]
     mine = sample([1] * 6, old_log_prob=[0.0] * 6, advantages=advantages)
-    found = derived(mine, sample([1] * 6, old_log_prob=logs), LOW, HIGH)
+    found = beside_columns(mine, sample([1] * 6, old_log_prob=logs), LOW, HIGH)
     assert found["outside_range"].tolist() == [1, 1, -1, -1, 0, 1]
     assert found["clipped"].tolist() == [1, 0, 0, -1, 0, 0]
     _, stats = ppo_loss(
@@ -71,7 +57,7 @@ def test_clipped_is_what_the_loss_clips() -> None:
 
 def test_means_leave_out_what_the_policy_did_not_choose() -> None:
     turns = sample([1, 2, 3, 4], [1, 0, 0, 1], advantages=[1.0, 50.0, 50.0, 2.0])
-    assert (turns.mean("advantages"), turns.total("advantages")) == (1.5, 3.0)
+    assert turns.mean("advantages") == 1.5
     assert math.isnan(sample([1], [0], advantages=[1.0]).mean("advantages"))
 
 
@@ -107,16 +93,15 @@ def test_a_scale_is_as_wide_as_its_numbers() -> None:
     assert scale_of("values", [outlier]).limit == 1.0
     assert scale_of("values", [torch.tensor([math.nan, math.inf])]).limit == 1.0
     assert scale_of("values", [torch.zeros(5)]).limit == 1.0
-    assert scale_of("values", []).limit == 1.0
     told = legend(Scale(kind="diverging", limit=0.5), "kl", "nats")
     assert "≤ −0.5" in told and "≥ 0.5" in told and "nats" in told
 
 
 def test_tokens_are_escaped_and_show_what_cannot_be_seen() -> None:
-    html = Token(text=' <b>\n"', says='it says "<"', colour="#0072b280", sign="▲").html()
+    html = token(' <b>\n"', 'it says "<"', "#0072b280", sign="▲")
     assert "·&lt;b&gt;↵\n&quot;" in html and "<b>" not in html
     assert 'title="it says &quot;&lt;&quot;"' in html
     assert "background:#0072b280" in html and "▲</sup>" in html
-    assert Token(text="a\n", says="", colour="", sign="▼").html().endswith("▼</sup>\n</span>")
-    assert "line-through" in Token(text="x", says="", colour="", masked=True, sign="▲").html()
+    assert token("a\n", "", "", sign="▼").endswith("▼</sup>\n</span>")
+    assert "line-through" in token("x", "", "", masked=True, sign="▲")
     assert number(-0.1234567) == "−0.123457" and number(math.nan) == "none"

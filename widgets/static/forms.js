@@ -119,7 +119,7 @@ export function replace(root, html) {
 
 // Grey what cannot act now, and say why. `blocked`: nothing acts; `busy`: nothing that runs stages does.
 export function enable(root, blocked, busy) {
-  for (const control of root.querySelectorAll("[data-act]")) {
+  for (const control of root.querySelectorAll("[data-act], [data-role]")) {
     const reason = blocked || (busy && control.hasAttribute("data-drives") ? `${busy} is under way` : "");
     if (control.dataset.was === undefined) {
       control.dataset.was = control.disabled ? "off" : "on";

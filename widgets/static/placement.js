@@ -25,7 +25,6 @@ export function mountPlacement(area, send) {
       field.value = field.defaultValue;
       delete field.dataset.typed;
     }
-    for (const option of area.querySelectorAll("option")) option.selected = option.defaultSelected;
   }
 
   function poolAt(event) {
@@ -53,7 +52,6 @@ export function mountPlacement(area, send) {
     dropped = false;
     const card = event.target.closest("[data-role]");
     if (!card || event.button || drag || card.getAttribute("aria-disabled") === "true") return;
-    if (event.target.closest("select, input, button, label, table")) return;
     drag = { card, x: event.clientX, y: event.clientY, moves: false, over: null };
     card.setPointerCapture(event.pointerId);
   });
@@ -89,9 +87,8 @@ export function mountPlacement(area, send) {
     const card = event.target;
     if (!card.dataset.role || card.getAttribute("aria-disabled") === "true") return;
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by) send("step", { role: card.dataset.role, by });
-    else if (event.key === "Escape") send("take_back", { role: card.dataset.role });
-    else return;
+    if (!by) return;
+    send("step", { role: card.dataset.role, by });
     event.preventDefault();
     event.stopPropagation();
   });

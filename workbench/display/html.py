@@ -23,7 +23,7 @@ _CAPTION = "text-align:left;caption-side:top;font-weight:600;color:inherit;paddi
 
 
 class Markup(str):
-    """Html that a cell of a table shows as it is."""
+    """Html that a cell or a head of a table shows as it is."""
 
 
 _shown: OrderedDict[str, int] = OrderedDict()
@@ -51,7 +51,7 @@ def table(
     shown = rows[:max_rows]
     if columns is None:
         columns = list(dict.fromkeys(key for row in shown for key in row))
-    head = "".join(f'<th style="{_CELL};text-align:left;font-weight:600">{escape(str(name))}</th>' for name in columns)
+    head = "".join(f'<th style="{_CELL};text-align:left;font-weight:600">{_text(name)}</th>' for name in columns)
     body = "".join("<tr>" + "".join(_cell(row.get(name)) for name in columns) + "</tr>" for row in shown)
     hidden = len(rows) - len(shown)
     if hidden:
@@ -127,11 +127,10 @@ def _caption(text: str) -> str:
 
 def _cell(value: Any, align: str | None = None) -> str:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is None:
-        text = ""
-    elif isinstance(value, float):
-        text = f"{value:.4g}"
-    else:
-        text = str(value)
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
     style = f"{_CELL};text-align:{align or ('right' if is_number else 'left')}"
-    return f'<td style="{style}">{text if isinstance(value, Markup) else escape(text)}</td>'
+    return f'<td style="{style}">{_text(text)}</td>'
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, Markup) else escape(str(value))

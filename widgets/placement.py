@@ -1,0 +1,343 @@
+"""The placement editor: roles as cards in pools, a draft of another placement, what it would cost, and the move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any, ClassVar
+
+from workbench.display import pools
+from workbench.display.html import Markup, bytes_text, folded, seconds_text, table
+from workbench.display.palette import RoleStyle, role_styles
+from workbench.errors import BadInput, NotFound, WorkbenchError
+from workbench.placement import ENVIRONMENT, ROLLOUT, Placement, Pool
+from workbench.placement.change import PlacementChange
+from workbench_widgets.placement_costs import Costs, Offer, Question, same
+from workbench_widgets.view import View, button, entry, whole_number
+
+STILL_WAIT_S = 20.0  # how long a still picture waits for the hosts
+NEW_POOL = "new pool"  # no identifier, so no pool has this name
+_NEW_POOL = (
+    f'<section class="wb-pe-new" data-pool="{NEW_POOL}" aria-label="{NEW_POOL}">'
+    f"+ {NEW_POOL}<br>drop a role here</section>"
+)
+
+
+class PlacementEditor(View):
+    """Where roles run, and a draft of another placement: its costs by `lab.diff`, and the move by `lab.move`.
+
+    draft: the placement that is edited; None: the live one. Costs of a draft are always from the live placement.
+    """
+
+    name: ClassVar[str] = "placement"
+    title: ClassVar[str] = "Placement"
+    script: ClassVar[bool] = True
+
+    def __init__(self, lab: Any, driver: Any) -> None:
+        super().__init__(lab, driver)
+        self._draft: Placement | None = None
+        self._before: list[Placement] = []  # what `Undo` goes back to, the last one first to go
+        self._costs = Costs(lab)
+        self._refused = self._suggested = 0
+        self._moving = False
+
+    @property
+    def draft(self) -> Placement | None:
+        """What is edited; None where that is the live placement."""
+        if self._draft is not None and same(self._draft, self.lab.placement):
+            self._draft = None
+        return self._draft
+
+    # --- what it shows ------------------------------------------------------------------------------------------------
+
+    def depends_on(self) -> Hashable:
+        return self._refused, self._moving, self._costs.count, self._question()
+
+    def controls(self) -> str:
+        draft, answer = self.draft, self._costs.answer(self._question())
+        off = ""
+        if draft is None:
+            off = "nothing is drafted: drag a role onto another pool"
+        elif answer is None:
+            off = "asking what it would move"
+        elif isinstance(answer, str) or answer.fits is False:
+            off = "it cannot be done: see below"
+        back = self._before[-1] if self._before else None
+        return "".join(
+            [
+                button("Apply", "apply", drives=True, off=off, title="move the live models to the draft"),
+                button("Discard draft", "discard", off="" if draft is not None else "nothing is drafted"),
+                button(
+                    f"Undo ({len(self._before)})" if back else "Undo", "undo", drives=True,
+                    off="" if back else "nothing was moved from here", title=f"move back to {back}",
+                ),
+            ]
+        )  # fmt: skip
+
+    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
+        if not self._moving:
+            self._costs.want(self._question())
+        return {"html": self._html(controls=True), "refused": self._refused}, []
+
+    def picture(self) -> str:
+        self._costs.want(self._question())
+        self._costs.wait(STILL_WAIT_S)
+        return self._html(controls=False)
+
+    def text(self) -> str:
+        draft = self.draft
+        return f"placement: {self.lab.placement}" + (f"\n  draft: {draft}" if draft else "")
+
+    def _question(self) -> Question:
+        steps = tuple(weights.steps for weights in self.lab.weights.values())
+        live = self.lab.placement
+        # a role that has made its first step has moments to move
+        trained = tuple(count > 0 for count in steps)
+        return Question(self.draft or live, live, (self.lab.iteration, steps), (trained, self._suggested))
+
+    def _html(self, *, controls: bool) -> str:
+        draft, live, answer = self.draft, self.lab.placement, self._costs.answer(self._question())
+        change = answer if isinstance(answer, PlacementChange) else None
+        parts = [self._head(), self._pools(change, controls=controls)]
+        if answer is None:
+            parts.append("<p>asking the hosts what it would move ...</p>")
+        elif isinstance(answer, str):
+            parts.append(f"<p>\N{MULTIPLICATION X} {escape(answer)}</p>")
+        if change is not None:
+            parts.append(change_html(change) if draft is not None else "")
+            parts.append(memory_html(change, moves=draft is not None))
+        there = replace(live, environments=None)  # offers are of devices
+        if self._costs.offers_are_of(self._question()):
+            parts.append(offers_html(self._costs.offers, there, controls=controls))
+        return "".join(parts)
+
+    def _head(self) -> str:
+        draft, live = self.draft, escape(str(self.lab.placement))
+        lines = [f"<b>live:</b> {live}"]
+        if draft is not None:
+            lines = [f"<b>draft:</b> {escape(str(draft))}", f'<span style="opacity:.8">live: {live}</span>']
+        if self.lab.description.actor_is_reference:
+            lines.append("The reference is the actor without its adapter, and stands where the actor does.")
+        if self.lab.description.backend == "inline":
+            lines.append(
+                "The inline backend has one process, the kernel, and one device: roles cannot move. "
+                "Open the workbench with backend='ray' for that."
+            )
+        return "".join(f"<div>{line}</div>" for line in lines)
+
+    def _pools(self, change: PlacementChange | None, *, controls: bool) -> str:
+        shown, live, cuda = self.draft or self.lab.placement, self.lab.placement, self.lab.description.device == "cuda"
+        there, styles = {(pool.name, pool.devices) for pool in live.pools}, role_styles([*shown.roles, ENVIRONMENT])
+        changed = [role for role in change.roles if role.action != "stays"] if change is not None else []
+        notes = {one.role: f"{one.action} from {one.old_pool}" if one.old_pool else one.action for one in changed}
+        boxes = list[str]()
+        for pool in shown.pools:
+            lives = (pool.name, pool.devices) in there
+            if lives:
+                devices = [device for name, device in self.lab.devices() if name == pool.name]
+            elif change is not None:
+                devices = [f"{self.lab.description.device}:{n}" for n in change.new_numbers[pool.name]]
+            else:  # the hosts have not said yet which are free
+                devices = ["a free GPU" if cuda else "a free slot"] * pool.devices
+            cards = [
+                self._card(role, styles[role], pool, notes.get(role, ""), controls=controls) for role in pool.roles
+            ]
+            acts, size = (f'data-pool="{escape(pool.name)}"', _size(pool, "devices")) if controls else ("", "")
+            note = "" if lives else "new processes"
+            boxes.append(pools.box(pool.name, devices, cards, note=note, size=size, attributes=acts))
+        if (apart := shown.environments) is not None:
+            size = _size(apart, "processes") if controls else f"<span>{apart.devices} processes</span>"
+            words = "your environment", "on the CPU, beside the ranks that generate"
+            card = pools.card(ENVIRONMENT, styles[ENVIRONMENT], words)
+            boxes.append(pools.box(apart.name, [f"process {n}" for n in range(apart.devices)], [card], size=size))
+        return pools.side_by_side([*boxes, _NEW_POOL if controls else ""])
+
+    def _card(self, role: str, style: RoleStyle, pool: Pool, note: str, *, controls: bool) -> str:
+        shown, groups = self.draft or self.lab.placement, self.lab.groups
+        layout = shown.layout_of(role)
+        model = "the actor's model" if role == ROLLOUT else groups[role].model if role in groups else ""
+        attributes = (
+            f'class="wb-pe-card" data-role="{role}" data-key="card-{role}" tabindex="0" role="group" '
+            f'aria-roledescription="card" '
+            f'aria-label="{role} in pool {escape(pool.name)}{": " + escape(note) if note else ""}" '
+            'title="drag it onto a pool; left and right arrows move it"'
+        )
+        words = model, f"p={layout.p} t={layout.t} d={layout.d}"
+        return pools.card(role, style, words, note=note, attributes=attributes if controls else "")
+
+    # --- editing the draft --------------------------------------------------------------------------------------------
+
+    def on_put(self, role: str, value: str) -> None:
+        """A role into a pool, or `NEW_POOL`."""
+        self._edit(lambda placement: put(placement, role, value, self.lab.placement))
+
+    def on_step(self, role: str, by: int) -> None:
+        """A role into the pool before its own or after it; behind the last one is a new pool."""
+
+        def step(placement: Placement) -> Placement:
+            names = [*(pool.name for pool in placement.pools), NEW_POOL]
+            at = names.index(placement.pool_of(role).name) + by
+            if at < 0:
+                raise BadInput(f"{role} before pool {names[0]!r}", "that is the first one", "go right, to the others")
+            return put(placement, role, names[at], self.lab.placement)
+
+        self._edit(step)
+
+    def on_resize(self, pool: str, value: Any) -> None:
+        self._edit(lambda placement: placement.with_devices(pool, whole_number("devices", value)))
+
+    def on_take(self, name: str) -> None:
+        """A plan that is on offer."""
+        offer = next((offer for offer in self._costs.offers if offer.name == name), None)
+        if offer is None or offer.placement is None:
+            raise BadInput(f"plan {name!r}", offer.why if offer else "it is not on offer")
+        wanted = offer.placement
+        self._edit(lambda shown: replace(wanted, environments=shown.environments))
+
+    def on_suggest(self) -> None:
+        """Calibrate the workbench by its last iteration, and offer the quickest placements."""
+        self.lab.calibrate()
+        self._suggested += 1
+
+    def on_discard(self) -> None:
+        self._draft = None
+
+    def _edit(self, change: Callable[[Placement], Placement]) -> None:
+        """Draft another placement; one that this workbench could not be opened with is refused."""
+        try:
+            wanted = change(self.draft or self.lab.placement)
+            self.lab.description.placed(wanted)
+        except WorkbenchError:
+            self._refused += 1
+            raise
+        self._draft = wanted
+        self.driver.outcome = (
+            f"draft: {wanted}" if self.draft is not None else "nothing is drafted: all is as it is live"
+        )
+
+    # --- moving -------------------------------------------------------------------------------------------------------
+
+    def on_apply(self) -> None:
+        """Move the live models to the draft."""
+        draft = self.draft
+        if draft is None:
+            raise BadInput("Apply", "nothing is drafted", "drag a role onto another pool")
+
+        def done(before: Placement) -> None:
+            self._before.append(before)
+            self._draft = None
+
+        self._move(f"moving to {draft}", draft, done)
+
+    def on_undo(self) -> None:
+        """Move back to the placement before the last move from here."""
+        if not self._before:
+            raise NotFound("a move to undo", "nothing was moved from here")
+        self._move(f"moving back to {self._before[-1]}", self._before[-1], lambda _: self._before.pop())
+
+    def _move(self, what: str, placement: Placement, done: Callable[[Placement], object]) -> None:
+        def move() -> str:
+            before, self._moving = self.lab.placement, True
+            try:
+                change = self.lab.move(placement)
+                done(before)
+            finally:
+                self._moving = False
+            told = f"moved {bytes_text(change.total_bytes)} in {seconds_text(change.took_s)}"
+            return told + (f", predicted {change.expected_text}" if change.expected_s else "")
+
+        self.driver.start(what, move)
+
+
+def put(placement: Placement, role: str, pool: str, live: Placement) -> Placement:
+    """A role in a pool, or in one of its own with one device. In the pool where it is live, it has its live layout, and
+    the pool is made again if the draft has none of that name."""
+    home = live.pool_of(role) if role in live.roles else None
+    names = [other.name for other in placement.pools]
+    if pool == NEW_POOL:
+        here = placement.pool_of(role)
+        if len(here.roles) == 1:
+            raise BadInput(
+                f"{role} in a new pool", f"it has pool {here.name!r} for itself", "drag it onto another pool"
+            )
+        pool = next(name for name in (role, *(f"{role}_{n}" for n in range(2, 99))) if name not in names)
+        return placement.with_role(role, pool, devices=1)
+    made = placement.with_role(role, pool, home.devices if home and pool not in names else None)
+    if home and home.name == pool and live.layout_of(role).size == made.pool_of(role).devices:
+        made = made.with_layout(role, live.layout_of(role))
+    return made
+
+
+def _size(pool: Pool, what: str) -> str:
+    """A field for how many devices a pool has, or processes."""
+    return entry(what, "resize", pool.devices, kind="number", size=3, pool=pool.name)
+
+
+# --- parts of the picture ---------------------------------------------------------------------------------------------
+
+
+def change_html(change: PlacementChange) -> str:
+    """What becomes of each role, the bytes and the time in all, and whether there is room."""
+    rows: list[Any] = [
+        row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in change.frame().to_dict("records")
+    ]
+    traffic = folded("who sends to whom", change.traffic()._repr_html_()) if change.total_bytes else ""
+    return (
+        f'<section aria-label="what the draft would change">{table(rows, caption="what would change")}'
+        f"<div><b>{escape(verdict(change))}</b></div><div>{escape(str(change))}</div>{traffic}</section>"
+    )
+
+
+def verdict(change: PlacementChange) -> str:
+    """Whether it can be done, with a sign, and why not."""
+    if change.refusal is not None:
+        return f"\N{MULTIPLICATION X} cannot be done now: {change.refusal}"
+    if change.problem:
+        return f"\N{MULTIPLICATION X} does not fit: it {change.problem}"
+    return "\N{CHECK MARK} fits" if change.fits else "? room unknown"
+
+
+def memory_html(change: PlacementChange, *, moves: bool) -> str:
+    """A table of the memory of each device. The slots of a CPU share the machine's: all together are shown too.
+
+    moves: whether the change is one.
+    """
+    frame, room = change.memory().set_index("device"), change.capacity_bytes
+    frame.columns = ["before", "while it moves", "after", "at most, computing"]
+    if change.device != "cuda":
+        frame.loc["this machine"] = frame.sum()
+    shown = frame if moves else frame[["after", "at most, computing"]].rename(columns={"after": "held"})
+    rows = [{"device": name, **row.map(bytes_text)} for name, row in shown.iterrows()]
+    whose = "a device" if change.device == "cuda" else "the machine"
+    has = f"; {whose} has {bytes_text(room)}, {bytes_text(change.has_bytes or room)} of it for these" if room else ""
+    caption = f"memory, estimated: models and batches, without what processes need for themselves{has}"
+    return f'<section aria-label="memory">{table(rows, caption=caption)}</section>'
+
+
+def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> str:
+    """A table of what is on offer. controls: with buttons that take one as the draft."""
+    rows = []
+    for offer in offers:
+        change, off, cells = offer.change, offer.why, ["", "", "", "", f"\N{MULTIPLICATION X} {offer.why}"]
+        if change is not None:
+            off = "it is live" if same(change.new, live) else ""
+            iteration = "not predicted" if offer.predicted_s is None else seconds_text(offer.predicted_s)
+            room = "live" if off else verdict(change)
+            cells = [str(change.new), iteration, bytes_text(change.total_bytes), change.expected_text, room]
+        row = dict(zip(("plan", "placement", "iteration", "moves", "time", "room"), (offer.name, *cells), strict=True))
+        take = button(
+            "take", "take", off=off, title=f"draft {offer.name}", spoken=f"take {offer.name}", name=offer.name
+        )
+        rows.append(row | ({"": Markup(take)} if controls else {}))
+    caption = (
+        "placements with a name, and the quickest; an iteration as predicted from what was timed here, what would move "
+        "from what is live, and how long that takes"
+    )
+    suggest, does = "", ""
+    if controls:
+        told = "fit the cost model to the last iteration, and search for the quickest placements"
+        suggest, does = button("Suggest", "suggest", title=told), " Suggest calibrates it by the last iteration."
+    reasons = dict.fromkeys(offer.unpredicted for offer in offers if offer.unpredicted)
+    notes = "".join(f"<div>No iteration is predicted: {escape(reason)}{does}</div>" for reason in reasons)
+    return f'<section aria-label="plans">{table(rows, caption=caption)}{notes}{suggest}</section>'
