@@ -28,7 +28,7 @@ from workbench.mapping.calibration import Sample, findings, fit
 from workbench.mapping.costs import CostModel, Terms
 from workbench.mapping.hardware import PRESETS
 from workbench.mapping.plan import Plan
-from workbench.mapping.shapes import Shape, role_models
+from workbench.mapping.workload import role_models
 from workbench.placement import Layout
 from workbench.settings.engines import Training
 
@@ -104,7 +104,7 @@ def details() -> Iterator[tuple[str, int, str, Terms, float]]:
     work = workload("ppo")
     for size in ("7b", "13b"):
         models = role_models(dict.fromkeys(work.roles, f"llama-{size}"), work)
-        model, actor = CostModel(A100, work), Shape(models["actor"])
+        model, actor = CostModel(A100, work), models["actor"]
         for t_g, (generated, moved) in GENERATION.items() if size == "7b" else ():
             yield size, 16, f"generation, t_g={t_g}", model.generate(actor, 16, t_g, waves=1.0), generated
             if moved:
@@ -185,7 +185,7 @@ def megatron() -> pd.DataFrame:
         # its MLP is two matrices of 4 h: a gated one of 8/3 h has as many elements
         config = LlamaConfig(hidden_size=hidden, intermediate_size=8 * hidden // 3 // 64 * 64, vocab_size=51200,
                              num_hidden_layers=count, num_attention_heads=heads, num_key_value_heads=heads)  # fmt: skip
-        actor = Shape(role_models(dict.fromkeys(work.roles, config), work)["actor"])
+        actor = role_models(dict.fromkeys(work.roles, config), work)["actor"]
         terms = CostModel(hardware, work).train(actor, Layout(p, t, gpus // (p * t)))
         flop = 96 * batch * 2048 * count * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * count * hidden))
         published, kernels = flop / (gpus * rate * 1e12), terms.passes + terms.links

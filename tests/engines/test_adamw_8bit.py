@@ -19,7 +19,7 @@ from tests.expected import expect_error
 from workbench.engines.training.base import CODES, SCALES
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.heads import TokenLogProbs
-from workbench.placement.rank_memory import blocks_8bit, rank_memory
+from workbench.placement.memory import blocks_8bit, rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 

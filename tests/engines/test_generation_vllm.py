@@ -24,7 +24,7 @@ from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.generation.vllm_process import private_sockets
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
-from workbench.placement.generation_memory import vllm_weight_bytes
+from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Sampling, Training
 from workbench.telemetry import Recorder

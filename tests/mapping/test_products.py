@@ -10,8 +10,7 @@ import pytest
 from benchmarks.mapping_products import TABLE, off
 from tests.expected import expect_error
 from workbench.errors import BadInput
-from workbench.mapping.hardware import PRESETS
-from workbench.mapping.products import TILES, ProductRates
+from workbench.mapping.hardware import PRESETS, TILES, ProductRates
 
 
 def seconds(rates: ProductRates, m: int, n: int, k: int, memory_bytes_s: float = 1e15) -> float:

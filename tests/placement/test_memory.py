@@ -24,7 +24,7 @@ from workbench.launch import fit
 from workbench.models.heads import TokenLogProbs
 from workbench.placement import Layout, Placement
 from workbench.placement.estimate import check_fit, estimate_memory
-from workbench.placement.rank_memory import rank_memory
+from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Training
 

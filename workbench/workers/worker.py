@@ -15,7 +15,7 @@ from workbench.messages.calls import HostInfo
 from workbench.models.limits import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.placement.room import Room
+from workbench.placement.estimate import Room
 from workbench.settings.engines import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes

@@ -21,7 +21,7 @@ from workbench.engines.generation.vllm_process import (
 )
 from workbench.errors import BadInput
 from workbench.models.lora import LoRA
-from workbench.placement.generation_memory import STEP_TOKENS
+from workbench.placement.memory import STEP_TOKENS
 from workbench.settings.engines import Generation
 from workbench.support.home import home
 from workbench.telemetry import span
