@@ -21,7 +21,7 @@ from tests.engines import generation_cases as cases
 from tests.expected import expect_error
 from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
-from workbench.engines.generation.vllm_process import private_sockets
+from workbench.engines.generation.vllm_start import private_sockets
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.placement.memory import vllm_weight_bytes

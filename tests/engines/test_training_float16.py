@@ -22,7 +22,7 @@ from tests.engines.training_ranks import (
 )
 from tests.workers.head_ranks import Headed, run_headed
 from workbench.batches.columns import Ragged
-from workbench.engines.training.loss_scale import FIRST, LEAST, LossScale
+from workbench.engines.training.steps import FIRST, LEAST, LossScale
 from workbench.placement import Layout
 
 HALF = torch.float16

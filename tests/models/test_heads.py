@@ -15,7 +15,6 @@ from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.errors import BadInput
-from workbench.models.chosen_log_probs import ChosenLogProbs
 from workbench.models.heads import (
     ROWS_PER_CALL,
     TokenLogProbs,
@@ -23,6 +22,7 @@ from workbench.models.heads import (
     load_token_values,
     pad_right,
 )
+from workbench.models.logits import ChosenLogProbs
 
 
 def llama(tied: bool = False, **changes: Any) -> Any:

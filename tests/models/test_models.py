@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from tests.expected import expect_error
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
-from workbench.models.bundled import gguf_path
+from workbench.models.bundled import gguf_path, tiny_folder
 from workbench.models.heads import load_token_values
 from workbench.models.loading import read_config
-from workbench.models.tiny import tiny_folder
 from workbench.models.tokenizers import load_tokenizer
 
 
@@ -73,7 +72,7 @@ def test_several_processes_may_make_the_same_model_at_once(empty_home: Path) -> 
 
 
 def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path) -> None:
-    from workbench.models.cache import made_once, models_home
+    from workbench.models.bundled import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "config.json").write_text("loser")
@@ -85,7 +84,7 @@ def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path)
 
 
 def test_a_failed_making_leaves_nothing_behind(empty_home: Path) -> None:
-    from workbench.models.cache import made_once, models_home
+    from workbench.models.bundled import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "half").write_text("")

@@ -12,7 +12,7 @@ import torch
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.estimate import Room
