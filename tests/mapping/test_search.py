@@ -210,16 +210,6 @@ def test_the_optimum_is_that_of_walking_through_all(
             assert 0 <= role.lasting_bytes - by_hand <= 4 * (9 * layers + 4) + 2 * 4 * 18
 
 
-@pytest.mark.thorough
-def test_the_optimum_of_five_models_on_sixteen_devices() -> None:
-    models = {role: small(2, 64 if role in ("actor", "critic") else 32, 4) for role in ROLES}
-    workload = small_work(8, "workbench", ROLES)
-    hardware = machine(8, 8)
-    plans = search(models, devices=16, hardware=hardware, workload=workload)
-    assert plans.placements_considered == 52
-    assert plans.best.iteration_s == pytest.approx(walked(models, 16, hardware, workload, Constants()), rel=1e-9)
-
-
 @settings(max_examples=cases(4, most=15))
 @given(
     st.integers(1, 2), st.integers(1, 8), st.floats(2, 60), st.sampled_from([1e9, 1e12]), st.sampled_from([0.01, 1, 30])
@@ -440,16 +430,6 @@ def test_a_workload_is_checked_when_it_is_made() -> None:
     for call in (wb.mapping.Call("a", "actor", "infer", ("b",)), wb.mapping.Call("a", "actor", "sample")):  # type: ignore[arg-type]
         with expect_error(BadInput, value="Call 'a'"):
             Workload(calls=(call,))
-
-
-def test_long_rows_go_alone_and_need_their_memory() -> None:
-    short, long = (
-        search(four("llama-7b"), devices=64, granularity=8, top=1, placement="colocate",
-               workload=Workload(response_tokens=tokens, engine="workbench")).best
-        for tokens in (1024, 30 * 1024)
-    )  # fmt: skip
-    passing = [max(role.passing_bytes for one in plan.sets for role in one.roles) for plan in (short, long)]
-    assert passing[1] > passing[0]
 
 
 def test_more_waves_never_take_less_time() -> None:
