@@ -37,7 +37,7 @@ from tests.cases import tiny_lab  # noqa: E402
 from workbench.batches.columns import Ragged, Table  # noqa: E402
 from workbench.batches.schema import SCHEMA  # noqa: E402
 from workbench.batches.schema_check import check_columns  # noqa: E402
-from workbench.models.limits import Limits  # noqa: E402
+from workbench.models.loading import Limits  # noqa: E402
 from workbench.workers import host  # noqa: E402
 
 READS = {

@@ -24,11 +24,11 @@ from transformers import LlamaConfig
 
 from workbench.errors import BadInput
 from workbench.mapping import Constants, Workload, search
-from workbench.mapping.calibration import Sample, findings, fit
+from workbench.mapping.calibration import Sample, fit
 from workbench.mapping.costs import CostModel, Terms
 from workbench.mapping.hardware import PRESETS
 from workbench.mapping.plan import Plan
-from workbench.mapping.shapes import Shape, role_models
+from workbench.mapping.workload import STAGES, role_models
 from workbench.placement import Layout
 from workbench.settings.engines import Training
 
@@ -55,6 +55,14 @@ MEGATRON = (  # billions of weights, heads, hidden, layers, t, p, GPUs, batch, T
 )  # fmt: skip
 PRIOR, PULL = Constants(passes=1.0, decoding=1.5, links=1.0, calls=1.0), 0.1
 A100 = PRESETS["a100-80g"]
+# How many times as long as isolated kernels and collectives those of a model take; seconds of a call.
+PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 5.0)}
+MEANING = {
+    "passes": "kernels of passes, by those that were timed alone",
+    "decoding": "decoding steps, by reading weights, keys and values at the memory's rate",
+    "links": "collectives within a model, by those that were timed alone",
+    "calls": "seconds of a call whatever it does",
+}
 CLOSE = 0.05  # figures that differ by less are no pair whose order is asked
 
 
@@ -104,7 +112,7 @@ def details() -> Iterator[tuple[str, int, str, Terms, float]]:
     work = workload("ppo")
     for size in ("7b", "13b"):
         models = role_models(dict.fromkeys(work.roles, f"llama-{size}"), work)
-        model, actor = CostModel(A100, work), Shape(models["actor"])
+        model, actor = CostModel(A100, work), models["actor"]
         for t_g, (generated, moved) in GENERATION.items() if size == "7b" else ():
             yield size, 16, f"generation, t_g={t_g}", model.generate(actor, 16, t_g, waves=1.0), generated
             if moved:
@@ -115,6 +123,27 @@ def details() -> Iterator[tuple[str, int, str, Terms, float]]:
                 yield size, gpus, f"transition, {gpus} GPUs", terms, seconds
 
 
+def terms(plan: Plan) -> Terms:
+    """The terms of an iteration's time: those of the slowest set of each stage."""
+    found = Terms()
+    for stage in STAGES:
+        one = plan.slowest(stage)
+        calls = [call for role in one.roles for call in role.calls if call.stage == stage]
+        found = sum((call.terms for call in calls), found + one.transfers[stage].terms)
+    return found
+
+
+def findings(constants: Constants) -> list[str]:
+    """A sentence for each constant outside its plausible range: something else than what the constant means is in
+    the measurements, or the hardware is not as described. For clusters of GPUs."""
+    told = []
+    for name, (least, most) in PLAUSIBLE.items():
+        value = getattr(constants, name)
+        if not least <= value <= most:
+            told.append(f"{name}={value:.3g} is outside {least:g} to {most:g}: {MEANING[name]}")
+    return told
+
+
 def fitted(known: Sequence[Figure], plans: dict[Figure, Plan]) -> Constants:
     """Constants fitted to some figures, in the plans given, and to transitions of their model and cluster sizes. The
     published seconds of generation are not among them: on one and two GPUs they are less than keys and values take to
@@ -122,7 +151,7 @@ def fitted(known: Sequence[Figure], plans: dict[Figure, Plan]) -> Constants:
     sizes, clusters = {one.size for one in known}, {one.gpus for one in known}
     samples = [Sample(terms, seconds, what) for size, gpus, what, terms, seconds in details()
                if size in sizes and gpus in clusters and "transition" in what]  # fmt: skip
-    samples += [Sample(plans[one].terms(), plans[one].workload.tokens / one.tokens_per_s, str(one)) for one in known]
+    samples += [Sample(terms(plans[one]), plans[one].workload.tokens / one.tokens_per_s, str(one)) for one in known]
     return fit(samples, PRIOR, pull=PULL)
 
 
@@ -185,7 +214,7 @@ def megatron() -> pd.DataFrame:
         # its MLP is two matrices of 4 h: a gated one of 8/3 h has as many elements
         config = LlamaConfig(hidden_size=hidden, intermediate_size=8 * hidden // 3 // 64 * 64, vocab_size=51200,
                              num_hidden_layers=count, num_attention_heads=heads, num_key_value_heads=heads)  # fmt: skip
-        actor = Shape(role_models(dict.fromkeys(work.roles, config), work)["actor"])
+        actor = role_models(dict.fromkeys(work.roles, config), work)["actor"]
         terms = CostModel(hardware, work).train(actor, Layout(p, t, gpus // (p * t)))
         flop = 96 * batch * 2048 * count * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * count * hidden))
         published, kernels = flop / (gpus * rate * 1e12), terms.passes + terms.links

@@ -10,7 +10,7 @@ import time
 import pandas as pd
 
 from workbench.mapping import search
-from workbench.mapping.shapes import config_of
+from workbench.mapping.workload import config_of
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 PUBLISHED_S = {("7b", 8): 11, ("7b", 16): 33, ("13b", 24): 66, ("13b", 32): 112, ("34b", 48): 235, ("34b", 64): 395,

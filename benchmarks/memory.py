@@ -25,7 +25,7 @@ from workbench.engines.training import Pass, make_training_engine
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
 from workbench.models.lora import LoRA, add_lora
 from workbench.placement import Layout
-from workbench.placement.rank_memory import rank_memory
+from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.engines import Training
 from workbench.telemetry import Recorder

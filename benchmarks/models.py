@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from workbench.models import load_tokenizer, resolve
-from workbench.models.cache import made_once, save_here
+from workbench.models.bundled import made_once, save_here
 from workbench.models.quiet import no_chatter
 
 QWEN2_1B4 = "qwen2-1.4b"

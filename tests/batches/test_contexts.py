@@ -9,7 +9,7 @@ from workbench.batches.columns import Ragged
 from workbench.batches.contexts import answer_lengths, contexts_of, longest_contexts
 from workbench.batches.schema_check import check_columns
 from workbench.errors import BadInput
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 
 STARTS = Ragged.of([[0, 0, 0, 1, 0, 1], [0, 0]], torch.uint8)
 

@@ -16,7 +16,7 @@ from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
 from workbench.batches.schema_check import check_columns
 from workbench.errors import BadInput
-from workbench.models.limits import Limits, longest_sequence
+from workbench.models.loading import Limits, longest_sequence
 
 NAN, INF = float("nan"), float("inf")
 LIMITS = Limits(vocabulary=264, context=64)

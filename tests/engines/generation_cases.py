@@ -26,14 +26,16 @@ def scored(model: torch.nn.Module, ids: Sequence[int], temperature: float = 1.0)
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def assert_log_probs_are_the_models(engine: GenerationEngine, model: torch.nn.Module, sampling: Sampling) -> None:
-    rollout = engine.generate(PROMPTS, sampling, SEEDS)
-    for prompt, response, log_probs in zip(PROMPTS, rollout.response_ids, rollout.log_probs, strict=True):
-        expected = scored(model, prompt + response, sampling.temperature or 1.0)[len(prompt) - 1 :]
-        torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
+def log_probs_are_the_models(engine: GenerationEngine, model, tokenizer) -> None:
+    for temperature in (0, 0.7, 1.0):
+        rollout = engine.generate(PROMPTS, Sampling(temperature=temperature, max_new_tokens=12), SEEDS)
+        for prompt, response, log_probs in zip(PROMPTS, rollout.response_ids, rollout.log_probs, strict=True):
+            expected = scored(model, prompt + response, temperature or 1.0)[len(prompt) - 1 :]
+            torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(engine.log_probs(PROMPTS[2]), scored(model, PROMPTS[2]), atol=1e-4, rtol=0)
 
 
-def assert_greedy_is_transformers(engine: GenerationEngine, model) -> None:
+def greedy_is_transformers(engine: GenerationEngine, model, tokenizer) -> None:
     rollout = engine.generate(PROMPTS, Sampling(temperature=0, max_new_tokens=12), SEEDS)
     for prompt, response in zip(PROMPTS, rollout.response_ids, strict=True):
         ids = torch.tensor([prompt])
@@ -41,7 +43,7 @@ def assert_greedy_is_transformers(engine: GenerationEngine, model) -> None:
         assert response == plain[0, len(prompt) :].tolist()
 
 
-def assert_rows_have_their_own_streams(engine: GenerationEngine) -> None:
+def rows_have_their_own_streams(engine: GenerationEngine, model, tokenizer) -> None:
     """Same seeds, same tokens, whatever the order and the company; another seed, another response."""
     sampling = Sampling(max_new_tokens=12)
     rollout = engine.generate(PROMPTS, sampling, SEEDS)
@@ -54,7 +56,7 @@ def assert_rows_have_their_own_streams(engine: GenerationEngine) -> None:
     assert other.response_ids != rollout.response_ids
 
 
-def assert_truncation_is_renormalized(engine: GenerationEngine, model: torch.nn.Module) -> None:
+def truncation_is_renormalized(engine: GenerationEngine, model, tokenizer) -> None:
     rollout = engine.generate(PROMPTS[:1], Sampling(top_k=3, max_new_tokens=10), SEEDS[:1])
     ids = PROMPTS[0] + rollout.response_ids[0]
     with torch.no_grad():
@@ -106,7 +108,7 @@ def shaped(logits_V: Tensor, prompt: list[int], response: list[int], sampling: S
     return (probs / probs.sum()).log()
 
 
-def assert_log_probs_are_of_the_distribution_sampled_from(engine: GenerationEngine, model: torch.nn.Module) -> None:
+def log_probs_are_of_the_distribution_sampled_from(engine: GenerationEngine, model, tokenizer) -> None:
     for sampling in (*SHAPED, *(replace(sampling, temperature=0) for sampling in SHAPED)):
         rollout = engine.generate(PROMPTS, sampling, SEEDS)
         for prompt, response, log_probs in zip(PROMPTS, rollout.response_ids, rollout.log_probs, strict=True):
@@ -119,7 +121,7 @@ def assert_log_probs_are_of_the_distribution_sampled_from(engine: GenerationEngi
                     assert expected[token] > expected.max() - 1e-4
 
 
-def assert_masks_are_the_tokens_that_could_be_drawn(engine: GenerationEngine, model: torch.nn.Module) -> None:
+def masks_are_the_tokens_that_could_be_drawn(engine: GenerationEngine, model, tokenizer) -> None:
     for sampling in [sampling for sampling in SHAPED if sampling.top_k]:
         rollout = engine.generate(PROMPTS, replace(sampling, keep_mask=True), SEEDS)
         plain = engine.generate(PROMPTS, sampling, SEEDS)
@@ -134,8 +136,9 @@ def assert_masks_are_the_tokens_that_could_be_drawn(engine: GenerationEngine, mo
     assert engine.generate(PROMPTS, Sampling(max_new_tokens=2, keep_mask=True), SEEDS).sets is None
 
 
-def assert_endings_are_named(engine: GenerationEngine, eos: int) -> None:
+def endings_are_named(engine: GenerationEngine, model, tokenizer) -> None:
     """Each way to end a response, in one batch: a bias makes the ends likely, the length is short."""
+    eos = tokenizer.eos_token_id
     likely = Sampling(logit_bias={70: 4.0, eos: 4.0}, stop_token_ids=(70,), max_new_tokens=6)
     prompts, seeds = [[1, 40]] * 60, list(range(60))
     rollout = engine.generate(prompts, likely, seeds)
@@ -156,7 +159,7 @@ def assert_endings_are_named(engine: GenerationEngine, eos: int) -> None:
         engine.generate(prompts, Sampling(logit_bias={10**6: 1.0}), seeds)
 
 
-def assert_responses_are_cut_at_the_longest_sequence(engine: GenerationEngine) -> None:
+def responses_are_cut_at_the_longest_sequence(engine: GenerationEngine, model, tokenizer) -> None:
     prompts = [[1] + [40] * (MAX_MODEL_TOKENS - 4), [1, 41]]
     rollout = engine.generate(prompts, Sampling(temperature=0, max_new_tokens=5), [0, 1])
     assert len(rollout.response_ids[0]) <= 3
@@ -170,7 +173,7 @@ def assert_responses_are_cut_at_the_longest_sequence(engine: GenerationEngine) -
         engine.log_probs([1] * (MAX_MODEL_TOKENS + 1))
 
 
-def assert_stop_strings_end_responses(engine: GenerationEngine, tokenizer) -> None:
+def stop_strings_end_responses(engine: GenerationEngine, model, tokenizer) -> None:
     sampling = Sampling(max_new_tokens=12)
     free = engine.generate(PROMPTS, sampling, SEEDS)
     text = tokenizer.decode(free.response_ids[0][4:6])
@@ -192,8 +195,9 @@ def assert_stop_strings_end_responses(engine: GenerationEngine, tokenizer) -> No
     assert [made[row].ending for row in range(4)] == ["stop", "length", "stop", "length"]
 
 
-def assert_an_ending_at_the_last_token_allowed_counts(engine: GenerationEngine, tokenizer, eos: int) -> None:
+def an_ending_at_the_last_token_allowed_counts(engine: GenerationEngine, model, tokenizer) -> None:
     """A response whose end falls on the last token that it may have came to its own end: it was not cut."""
+    eos = tokenizer.eos_token_id
     free = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=12), SEEDS[:1]).response_ids[0]
     stop = (tokenizer.decode(free[4:6]),)
     stopped = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=12, stop=stop), SEEDS[:1])
@@ -208,8 +212,8 @@ def assert_an_ending_at_the_last_token_allowed_counts(engine: GenerationEngine, 
     assert (just.response_ids, just.finished) == ([hot.response_ids[row]], [True])
 
 
-def assert_eos_ends_responses_and_is_kept(engine: GenerationEngine, eos: int) -> None:
-    sampling = Sampling(max_new_tokens=40, temperature=2.0)
+def eos_ends_responses_and_is_kept(engine: GenerationEngine, model, tokenizer) -> None:
+    eos, sampling = tokenizer.eos_token_id, Sampling(max_new_tokens=40, temperature=2.0)
     rollout = engine.generate([[1, 40]] * 40, sampling, range(40))
     for ids, finished in zip(rollout.response_ids, rollout.finished, strict=True):
         assert eos not in ids[:-1]
@@ -218,7 +222,7 @@ def assert_eos_ends_responses_and_is_kept(engine: GenerationEngine, eos: int) ->
     assert any(rollout.finished)
 
 
-def assert_rows_come_and_go(engine: GenerationEngine) -> None:
+def rows_come_and_go(engine: GenerationEngine, model, tokenizer) -> None:
     """Rows that are added while others are decoded get what they get together; one may continue one that has ended."""
     sampling = Sampling(max_new_tokens=12, top_k=50)
     expected = engine.generate(PROMPTS, sampling, SEEDS)
@@ -251,7 +255,7 @@ def assert_rows_come_and_go(engine: GenerationEngine) -> None:
     assert engine.generate(PROMPTS, sampling, SEEDS) == expected
 
 
-def assert_progress_is_reported(engine: GenerationEngine) -> None:
+def progress_is_reported(engine: GenerationEngine, model, tokenizer) -> None:
     seen: list[tuple[int, int, int]] = []
     rollout = engine.generate(PROMPTS, Sampling(max_new_tokens=7), SEEDS, lambda *now: seen.append(now))
     assert seen[-1] == (len(PROMPTS), len(PROMPTS), sum(map(len, rollout.response_ids)))
@@ -259,7 +263,7 @@ def assert_progress_is_reported(engine: GenerationEngine) -> None:
     assert len(seen) >= 7
 
 
-def assert_a_raising_progress_leaves_the_engine_usable(engine: GenerationEngine) -> None:
+def a_raising_progress_leaves_the_engine_usable(engine: GenerationEngine, model, tokenizer) -> None:
     expected = engine.generate(PROMPTS, Sampling(max_new_tokens=7), SEEDS)
 
     def stop(done: int, rows: int, tokens: int) -> None:
@@ -269,3 +273,21 @@ def assert_a_raising_progress_leaves_the_engine_usable(engine: GenerationEngine)
     with pytest.raises(InterruptedError):
         engine.generate(PROMPTS, Sampling(max_new_tokens=7), SEEDS, stop)
     assert engine.generate(PROMPTS, Sampling(max_new_tokens=7), SEEDS).response_ids == expected.response_ids
+
+
+EVERY = [
+    log_probs_are_the_models,
+    greedy_is_transformers,
+    rows_have_their_own_streams,
+    truncation_is_renormalized,
+    log_probs_are_of_the_distribution_sampled_from,
+    masks_are_the_tokens_that_could_be_drawn,
+    endings_are_named,
+    responses_are_cut_at_the_longest_sequence,
+    stop_strings_end_responses,
+    an_ending_at_the_last_token_allowed_counts,
+    eos_ends_responses_and_is_kept,
+    rows_come_and_go,
+    progress_is_reported,
+    a_raising_progress_leaves_the_engine_usable,
+]

@@ -13,7 +13,7 @@ from workbench.resharding.weights import model_weights
 
 
 def check_numbers(ranks: list[dict[str, Any]], expected: dict[str, Any], layout: Layout) -> None:
-    """They are those of one process."""
+    """They are those of one process, and the same bits on all ranks."""
     counting = [rank for rank in ranks if rank["counts"]]
     assert len(counting) == layout.d
     assert min(report["grad_norm"] for report in expected["reports"]) > 1, "the batch must be one that is clipped"
@@ -24,6 +24,7 @@ def check_numbers(ranks: list[dict[str, Any]], expected: dict[str, Any], layout:
             assert rank["reports"][step]["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
             assert rank["reports"][step]["steps"] == step + 1
     for rank in ranks:
+        assert all(torch.equal(weight, ranks[0]["weights"][name]) for name, weight in rank["weights"].items())
         assert rank["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             gap = (rank["gradients"][name] - gradient).abs().max()

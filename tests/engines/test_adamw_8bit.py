@@ -16,10 +16,10 @@ import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from tests.engines.training_ranks import make_engine, negative_log_likelihood, sequences, settings, train, weights
 from tests.expected import expect_error
-from workbench.engines.training.base import CODES, SCALES
+from workbench.engines.training.optimizers import CODES, SCALES
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.heads import TokenLogProbs
-from workbench.placement.rank_memory import blocks_8bit, rank_memory
+from workbench.placement.memory import blocks_8bit, rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 

@@ -72,12 +72,6 @@ def test_a_rank_holds_its_slices(seen: Any, layout: Layout, case: str, kind: str
         assert whole <= rank["memory"]["optimizer"] <= 1.6 * whole
 
 
-def test_replicas_end_with_the_same_bits(seen: Seen) -> None:
-    for ranks in (ranks for (_, case, _), ranks in seen.items() if case != "more"):
-        first, *others = (rank["weights"] for rank in ranks)
-        assert all(torch.equal(weight, other[name]) for other in others for name, weight in first.items())
-
-
 @pytest.mark.parametrize("promised", MORE)
 def test_what_else_an_engine_promises(seen: Seen, promised: str) -> None:
     for rank in seen[TWO, "more", promised]:

@@ -30,41 +30,16 @@ def engine(model, tokenizer):
     return TransformersEngine(model, tokenizer, SETTINGS, owns_model=False)
 
 
-def test_greedy(engine, model):
-    cases.assert_greedy_is_transformers(engine, model)
+@pytest.mark.parametrize("case", cases.EVERY)
+def test_what_every_engine_does(case, engine, model, tokenizer):
+    case(engine, model, tokenizer)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-def test_log_probs_of_responses(engine, model, temperature):
-    cases.assert_log_probs_are_the_models(engine, model, Sampling(temperature=temperature, max_new_tokens=12))
-
-
-def test_log_probs_of_a_sequence(engine, model):
-    torch.testing.assert_close(engine.log_probs(cases.PROMPTS[2]), cases.scored(model, cases.PROMPTS[2]))
-
-
-def test_streams(engine, model, tokenizer):
-    cases.assert_rows_have_their_own_streams(engine)
+def test_a_batch_of_two_rows_draws_the_same(engine, model, tokenizer):
     narrow = TransformersEngine(model, tokenizer, Generation(max_model_tokens=64, max_rows=2), owns_model=False)
     sampling = Sampling(max_new_tokens=12)
     wide = engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
     assert narrow.generate(cases.PROMPTS, sampling, cases.SEEDS).response_ids == wide.response_ids
-
-
-def test_truncation(engine, model):
-    cases.assert_truncation_is_renormalized(engine, model)
-
-
-def test_masks(engine, model):
-    cases.assert_masks_are_the_tokens_that_could_be_drawn(engine, model)
-
-
-def test_log_probs_under_every_setting(engine, model):
-    cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
-
-
-def test_endings(engine, tokenizer):
-    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
 
 
 def test_a_response_ends_with_the_turn_of_the_template(model):
@@ -77,28 +52,6 @@ def test_a_response_ends_with_the_turn_of_the_template(model):
         bias = {end: 100.0, **{other: -100.0 for other in ends if other != end}}
         rollout = engine.generate([[9, 10, 11]], Sampling(temperature=0.0, max_new_tokens=4, logit_bias=bias), [1])
         assert rollout.response_ids == [[end]] and rollout.finished == [True]
-
-
-def test_cut(engine):
-    cases.assert_responses_are_cut_at_the_longest_sequence(engine)
-
-
-def test_stop_strings(engine, tokenizer):
-    cases.assert_stop_strings_end_responses(engine, tokenizer)
-    cases.assert_an_ending_at_the_last_token_allowed_counts(engine, tokenizer, tokenizer.eos_token_id)
-
-
-def test_eos(engine, tokenizer):
-    cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
-
-
-def test_progress(engine):
-    cases.assert_progress_is_reported(engine)
-    cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
-
-
-def test_rows_come_and_go(engine):
-    cases.assert_rows_come_and_go(engine)
 
 
 def test_no_prompts(engine):

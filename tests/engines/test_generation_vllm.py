@@ -8,7 +8,6 @@ import os
 import random
 import tempfile
 import threading
-import weakref
 from collections import deque
 from pathlib import Path
 
@@ -19,12 +18,11 @@ import torch.distributed as dist
 
 from tests.engines import generation_cases as cases
 from tests.expected import expect_error
-from workbench.engines.generation import vllm_engine
 from workbench.engines.generation.vllm_engine import VllmEngine
-from workbench.engines.generation.vllm_process import private_sockets
+from workbench.engines.generation.vllm_start import private_sockets
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
-from workbench.placement.generation_memory import vllm_weight_bytes
+from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Sampling, Training
 from workbench.telemetry import Recorder
@@ -100,35 +98,11 @@ def engine(shared_engine, model):
     return shared_engine
 
 
-def test_greedy(engine, model):
-    cases.assert_greedy_is_transformers(engine, model)
-
-
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_log_probs_of_responses(engine, model, temperature):
-    cases.assert_log_probs_are_the_models(engine, model, Sampling(temperature=temperature, max_new_tokens=12))
-
-
-def test_streams_and_the_process_around_them(engine):
+@pytest.mark.parametrize("case", cases.EVERY)
+def test_what_every_engine_does_and_the_process_around_it(case, engine, model, tokenizer):
     before = process_state()
-    cases.assert_rows_have_their_own_streams(engine)
+    case(engine, model, tokenizer)
     assert process_state() == before
-
-
-def test_truncation(engine, model):
-    cases.assert_truncation_is_renormalized(engine, model)
-
-
-def test_masks(engine, model):
-    cases.assert_masks_are_the_tokens_that_could_be_drawn(engine, model)
-
-
-def test_log_probs_under_every_setting(engine, model):
-    cases.assert_log_probs_are_of_the_distribution_sampled_from(engine, model)
-
-
-def test_endings(engine, tokenizer):
-    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
 
 
 def test_more_prompt_tokens_than_one_pass_takes(engine):
@@ -139,19 +113,6 @@ def test_more_prompt_tokens_than_one_pass_takes(engine):
     for row in (0, 40, 79):
         alone = engine.generate([rows[row]], sampling, [row], lambda *_: None)
         assert alone.response_ids[0] == together.response_ids[row]
-
-
-def test_cut(engine):
-    cases.assert_responses_are_cut_at_the_longest_sequence(engine)
-
-
-def test_stop_strings(engine, tokenizer):
-    cases.assert_stop_strings_end_responses(engine, tokenizer)
-    cases.assert_an_ending_at_the_last_token_allowed_counts(engine, tokenizer, tokenizer.eos_token_id)
-
-
-def test_eos(engine, tokenizer):
-    cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
 
 
 def test_samples_of_a_prompt_compute_its_blocks_once(engine, monkeypatch):
@@ -193,31 +154,6 @@ def test_a_step_that_was_launched_ahead_belongs_to_nobody(engine, monkeypatch):
     assert not core.batch_queue
     assert engine._engine.reset_prefix_cache()  # refused while a row holds blocks
     assert engine.generate(cases.PROMPTS, sampling, cases.SEEDS) == expected
-
-
-def test_garbage_is_collected_while_rows_are_decoded(engine):
-    class Node:
-        def __init__(self) -> None:
-            self.itself = self
-
-    dead = list[bool]()
-
-    def progress(*_):
-        gone = weakref.ref(Node())
-        gc.collect()
-        dead.append(gone() is None)
-
-    engine.generate([[1, 40]], Sampling(max_new_tokens=2), [0], progress)
-    assert dead == [True, True]
-
-
-def test_progress(engine):
-    cases.assert_progress_is_reported(engine)
-    cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
-
-
-def test_rows_come_and_go(engine):
-    cases.assert_rows_come_and_go(engine)
 
 
 @torch.no_grad()
@@ -266,16 +202,6 @@ def test_a_sync_that_breaks_off_is_mended_by_the_next(engine, model, arrived):
     engine.update_weights(model.named_parameters(), 10)
     assert gap(engine, model) < 1e-4
     assert engine.weights_version == 10
-
-
-@pytest.mark.thorough  # the sync that finds it, on every processor: tests/workers/test_sync_sabotage.py
-def test_a_tied_head_would_stay_stale(engine, model, name, monkeypatch):
-    """The reason for `_refresh_tied_head`: when this fails for the tied model on a processor where vLLM packs fp32, it
-    does so by itself, and that can go."""
-    perturb(model)
-    monkeypatch.setattr(vllm_engine, "_refresh_tied_head", lambda model: None)
-    engine.update_weights(model.named_parameters(), 1)
-    assert (gap(engine, model) > 0.05) == (name == "tiny-llama-tied")
 
 
 def test_syncs_do_not_gather_memory(engine, model):

@@ -1,4 +1,4 @@
-"""Decoding on a GPU, where vLLM launches each step before the tokens of the one before are read."""
+"""vLLM on a GPU: each step is launched before the tokens of the one before are read, and it frees the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tests.engines import generation_cases as cases
 from workbench.engines.generation.vllm_engine import VllmEngine
+from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.settings.engines import Generation, Sampling
 
@@ -40,17 +41,18 @@ def test_steps_are_launched_ahead_and_graphs_cover_every_row(engine):
     assert config.scheduler_config.max_num_batched_tokens >= 8192
 
 
-def test_rows_have_their_own_streams(engine):
-    cases.assert_rows_have_their_own_streams(engine)
-
-
-def test_endings(engine):
-    tokenizer = load_tokenizer(NAME)
-    cases.assert_endings_are_named(engine, tokenizer.eos_token_id)
-    cases.assert_eos_ends_responses_and_is_kept(engine, tokenizer.eos_token_id)
-    cases.assert_stop_strings_end_responses(engine, tokenizer)
-    cases.assert_responses_are_cut_at_the_longest_sequence(engine)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.rows_have_their_own_streams, cases.endings_are_named, cases.eos_ends_responses_and_is_kept,
+        cases.stop_strings_end_responses, cases.responses_are_cut_at_the_longest_sequence, cases.progress_is_reported,
+        cases.a_raising_progress_leaves_the_engine_usable,
+    ],
+)  # fmt: skip
+def test_what_every_engine_does_leaves_nothing_in_flight(case, engine):
+    case(engine, load_causal_lm(NAME), load_tokenizer(NAME))
     assert not core(engine).batch_queue
+    assert engine._engine.reset_prefix_cache()
 
 
 def test_log_probs_are_of_the_tokens_drawn(engine):
@@ -62,13 +64,6 @@ def test_log_probs_are_of_the_tokens_drawn(engine):
         torch.testing.assert_close(torch.tensor(log_probs), expected, atol=0.02, rtol=0)
 
 
-def test_nothing_is_in_flight_after_an_interrupt(engine):
-    cases.assert_progress_is_reported(engine)
-    cases.assert_a_raising_progress_leaves_the_engine_usable(engine)
-    assert not core(engine).batch_queue
-    assert engine._engine.reset_prefix_cache()
-
-
 def test_a_full_batch(engine):
     """More rows than are decoded at once: all come, and a row is drawn as it is alone."""
     prompts, sampling = [[1, 30 + row % 200, 40] for row in range(700)], Sampling(max_new_tokens=16, ignore_eos=True)
@@ -76,3 +71,27 @@ def test_a_full_batch(engine):
     assert [len(ids) for ids in rollout.response_ids] == [16] * 700
     alone = [engine.generate([prompts[row]], sampling, [row]).response_ids[0] for row in range(0, 700, 70)]
     assert sum(rollout.response_ids[row] == ids for row, ids in zip(range(0, 700, 70), alone, strict=True)) >= 9
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])
+def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
+    device, model = torch.device("cuda"), load_causal_lm(name)
+    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.2)
+    engine = VllmEngine(resolve(name), settings, dtype=torch.float32, device=device, sleeps=True)
+    try:
+        greedy = Sampling(max_new_tokens=8, temperature=0)
+        expected, held = engine.generate(cases.PROMPTS, greedy, cases.SEEDS), engine.memory_bytes()
+        for version in (1, 2):
+            free = torch.cuda.mem_get_info()[0]
+            assert engine.sleep() == sum(held.values())
+            assert engine.sleep() == 0
+            assert torch.cuda.mem_get_info()[0] - free > 0.9 * sum(held.values())
+            assert (engine.memory_bytes(), engine.weights_version) == ({"weights": 0, "kv_cache": 0}, -1)
+            with pytest.raises(BadInput, match="sleeps"):
+                engine.generate(cases.PROMPTS, greedy, cases.SEEDS)
+            engine.update_weights(model.named_parameters(), version)
+            assert engine.memory_bytes() == {"weights": held["weights"], "kv_cache": 0}  # room for the trainer's still
+            assert engine.generate(cases.PROMPTS, greedy, cases.SEEDS).response_ids == expected.response_ids
+            assert engine.memory_bytes() == held
+    finally:
+        engine.close()

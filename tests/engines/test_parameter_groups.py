@@ -29,7 +29,7 @@ from tests.expected import expect_error
 from workbench.engines.training import make_training_engine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs
-from workbench.placement.rank_memory import rank_memory
+from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
 from workbench.settings.engines import Training

@@ -57,12 +57,6 @@ def test_a_rank_holds_its_slices_and_no_more(seen: Any, layout: Layout, case: st
         assert rank["memory"]["parameters"] == sum(4 * weight.numel() for weight in rank["local"].values())
 
 
-def test_replicas_end_with_the_same_bits(seen: Any) -> None:
-    for ranks in (ranks for (_, case), ranks in seen.items() if case != "more"):
-        first, *others = (rank["weights"] for rank in ranks)
-        assert all(torch.equal(weight, other[name]) for other in others for name, weight in first.items())
-
-
 @pytest.mark.parametrize("promised", MORE, ids=str)
 def test_what_else_an_engine_promises(seen: Any, promised: Layout) -> None:
     ranks = seen[promised, "more"]

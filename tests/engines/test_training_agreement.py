@@ -21,7 +21,7 @@ from tests.engines.training_ranks import (
     train,
     weights,
 )
-from workbench.engines.training.schedule import learning_rate
+from workbench.engines.training.steps import learning_rate
 
 
 def scenarios(ties: list[bool]) -> dict[tuple[bool, str], Any]:

@@ -22,7 +22,7 @@ from tests.engines.training_ranks import (
 )
 from tests.workers.head_ranks import Headed, run_headed
 from workbench.batches.columns import Ragged
-from workbench.engines.training.loss_scale import FIRST, LEAST, LossScale
+from workbench.engines.training.steps import FIRST, LEAST, LossScale
 from workbench.placement import Layout
 
 HALF = torch.float16
@@ -228,19 +228,3 @@ def test_a_workbench_in_fp16_with_deepspeed(tmp_path: Path, zero_stage: int) -> 
         assert engine.loss_scale.state == (FIRST / 2, 0)
         again.actor.update_actor(again.put(stored()))
         assert engine.loss_scale.state == (FIRST / 2, 1) and again.actor.weight_digests() == expected
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_an_adapter_in_fp16_is_trained_alike_by_each_engine(tmp_path: Path) -> None:
-    """Its first gradients overflow, so that the scale is halved twice."""
-    found = {}
-    for engine, zero_stage in (("torch", 0), ("deepspeed", 2), ("deepspeed", 3)):
-        training = {"minibatches": 1, "engine": engine, "zero_stage": zero_stage}
-        models = {"actor": wb.Model(TINY, dtype="float16", adapter=wb.LoRA(rank=2))}
-        with tiny_lab(f"alike-{zero_stage}", tmp_path, models=models, backend="inline", training=training) as lab:
-            steps = [lab.actor.update_actor(lab.put(stored())) for _ in range(4)]
-        found[engine, zero_stage] = [step["grad_norm"] for step in steps[2:]]
-        assert [step["loss_scale"] / FIRST for step in steps] == [1, 0.5, 0.25, 0.25]
-    for norms in found.values():
-        assert norms == pytest.approx(found["torch", 0], rel=1e-3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.expected import expect_error
-from workbench.engines.training.schedule import learning_rate
+from workbench.engines.training.steps import learning_rate
 from workbench.errors import BadInput
 from workbench.settings.engines import Training
 

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.models import load_causal_lm
-from workbench.models.compiling import compile_layers
 from workbench.models.heads import TokenLogProbs
+from workbench.models.packing import compile_layers
 from workbench.settings.engines import Training
 
 PACKS: list[dict[str, Any]] = [

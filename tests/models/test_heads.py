@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.errors import BadInput
-from workbench.models.chosen_log_probs import ChosenLogProbs
 from workbench.models.heads import (
     ROWS_PER_CALL,
     TokenLogProbs,
     TokenValues,
     load_token_values,
-    pad_right,
 )
+from workbench.models.logits import ChosenLogProbs
 
 
 def llama(tied: bool = False, **changes: Any) -> Any:
@@ -86,13 +83,6 @@ def test_a_reader_sees_the_whole_distribution_a_few_positions_at_a_time() -> Non
     assert isinstance(nothing, Tensor) and nothing.shape == read.shape
 
 
-def test_pad_right() -> None:
-    input_ids, attention_mask, position_ids = pad_right([torch.tensor([5, 6, 7]), torch.tensor([8])], 2)
-    assert input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]
-    assert attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 1024, 100_000])
 def test_log_probs_and_entropy_equal_the_whole_models(temperature: float, micro_batch_tokens: int) -> None:
@@ -120,58 +110,6 @@ def test_grad_or_no_grad_same_bits(dtype: torch.dtype, autocast: bool) -> None:
     assert not without.requires_grad
     assert with_grad.dtype == torch.float32
     assert torch.equal(with_grad, without)
-
-
-def test_gradient_equals_finite_differences() -> None:
-    head, given = TokenLogProbs(llama().double()), batch()
-
-    def objective() -> Tensor:
-        log_probs, entropy = head(**given, temperature=0.8, with_entropy=True)
-        return (log_probs.double() * torch.arange(len(log_probs))).mean() + entropy.double().mean()
-
-    objective().backward()
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
-        parameter = head.model.get_parameter(name)
-        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        step = 1e-2 / direction.norm()
-        values, start = [], parameter.detach().clone()
-        for sign in (1, -1):
-            with torch.no_grad():
-                parameter.copy_(start + sign * step * direction)
-                values.append(objective())
-        with torch.no_grad():
-            parameter.copy_(start)
-        expected = float((values[0] - values[1]) / (2 * step))  # the head answers in fp32: hence the wide step
-        assert parameter.grad is not None
-        assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=2e-3, abs=2e-3)
-
-
-VOCABULARY = 65_536
-
-
-def grown_by(more_tokens: int) -> int:
-    """Bytes by which more tokens, forward and backward, raise a process's peak above that of two calls of the head."""
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": 1,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-    }
-    head = TokenLogProbs(llama(**shape), micro_batch_tokens=more_tokens)
-    peaks = []
-    for tokens in (2 * ROWS_PER_CALL, more_tokens):
-        ids = torch.arange(tokens)
-        log_probs, _ = head(ids, (64,) * (tokens // 64), ids, ids, temperature=0.7)
-        log_probs.sum().backward()
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return peaks[1] - peaks[0]
-
-
-@pytest.mark.thorough
-def test_memory_of_logits_does_not_grow_with_tokens() -> None:
-    tokens = 8 * ROWS_PER_CALL
-    (growth,) = run_ranks(grown_by, 1, tokens)  # in a process of its own, whose peak is nobody else's
-    assert growth < 0.1 * 4 * tokens * VOCABULARY
 
 
 def plainly(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

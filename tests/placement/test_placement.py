@@ -6,6 +6,7 @@ from tests.expected import expect_error
 from tests.light import describe
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
+from workbench.placement.named import named_placements
 from workbench.workers.worker import Worker
 
 FOUR = ("actor", "critic", "reference", "reward")
@@ -123,3 +124,16 @@ def test_one_thing_changed() -> None:
     ):
         with pytest.raises(BadInput, match=message):
             wrong()
+
+
+def test_placements_by_name_use_all_devices_or_say_why_they_cannot() -> None:
+    found = named_placements(FOUR, 6)
+    assert found == {
+        "colocate": Placement.of({"shared": (6, FOUR)}),
+        "split": Placement.of({"policy": (3, ["actor", "reference"]), "scorers": (3, ["critic", "reward"])}),
+        "standalone": Placement.standalone(actor=2, critic=2, reference=1, reward=1),
+    }
+    assert named_placements((*FOUR, "rollout"), 6) == found  # the actor generates
+    for roles, devices, refused in ((FOUR, 1, {"split", "standalone"}), (("actor",), 2, {"split"})):
+        some = named_placements(roles, devices)
+        assert {name for name, value in some.items() if isinstance(value, BadInput)} == refused

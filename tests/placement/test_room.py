@@ -12,11 +12,19 @@ from tests.expected import expect_error
 from tests.placement.memory_ranks import ADAPTER
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
-from workbench.placement.estimate import MemoryEstimate, check_fit, device_numbers, estimate_memory
-from workbench.placement.generation_memory import row_bytes, useful_cache_bytes
-from workbench.placement.rank_memory import rank_memory
+from workbench.placement.estimate import (
+    MOST_TOKENS,
+    MemoryEstimate,
+    Room,
+    check_fit,
+    device_numbers,
+    estimate_memory,
+    fitting_tokens,
+    rooms,
+    usable_bytes,
+)
+from workbench.placement.memory import rank_memory, row_bytes, useful_cache_bytes
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.placement.room import MOST_TOKENS, Room, fitting_tokens, rooms, usable_bytes
 from workbench.settings.engines import Generation, Training
 
 GIB = 2**30

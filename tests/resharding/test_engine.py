@@ -64,11 +64,6 @@ def test_transitions_and_reshards_on_four_ranks() -> None:
         assert memory.resident[-1] - memory.resident[0] < 2**22  # forty more transitions, of 4 MB each
 
 
-@pytest.mark.thorough
-def test_transitions_on_eight_ranks() -> None:
-    nothing_wrong(run_ranks(transitions, 8, cases(), [(2, 2, 2)]), 3 * 3 * 4)
-
-
 @pytest.mark.parametrize(
     ("ranks", "layouts", "sizes"),
     [

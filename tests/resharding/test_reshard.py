@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from tests.expected import expect_error
 from tests.resharding.counting import Held, count, shapes_of
-from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution
@@ -125,11 +123,3 @@ def test_boxes_are_sets_of_cells(left: boxes.Box, others: list[boxes.Box]) -> No
         assert sorted(cells(rest)) == sorted(set(cells(a)) - set(cells(b)))
         assert sorted(cells(both)) == sorted(set(cells(a)) & set(cells(b)))
         assert boxes.size(rest) + boxes.size(both) == boxes.size(a)
-
-
-def test_wrong_ranks_are_said() -> None:
-    for ranks in ((0,), (0, 0), (0, -1)):
-        with expect_error(BadInput, rule="as many different ranks"):
-            Distribution(WEIGHTS, Layout(1, 2, 1), ranks)
-    with expect_error(BadInput, value=r"Distribution\.sharding='ring'"):
-        Distribution(WEIGHTS, Layout(1, 1, 1), (0,), "ring")  # type: ignore[arg-type]

@@ -178,23 +178,6 @@ def test_small_models_move_what_an_independent_count_says(config: Any, strategy:
             compare(config, Layout(*sizes, p_g, t_g), strategy)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("tiny-llama-tied", Layout(2, 4, 1, 1, 2)),
-        ("tiny-llama-tied", Layout(1, 4, 2, 1, 2)),
-        ("tiny-qwen2", Layout(2, 2, 2, 2, 1)),
-        pytest.param("smollm2-135m", Layout(2, 3, 1, 1, 3), marks=pytest.mark.thorough),
-    ],
-)
-def test_real_models_move_what_an_independent_count_says(model: str, layout: Layout) -> None:
-    config = load_config(model)
-    if large := model == "smollm2-135m":
-        config.num_hidden_layers = 2  # of thirty that are alike: the count goes over every element
-    for strategy in ["hybridflow"] if large else STRATEGIES:
-        compare(config, layout, strategy)
-
-
 def test_all_layers_of_a_real_model_move_as_two_of_them_do() -> None:
     config = load_config("smollm2-135m")
     layout = Layout(2, 3, 1, 1, 1)

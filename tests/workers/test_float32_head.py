@@ -15,10 +15,10 @@ from tests.expected import expect_error
 from tests.workers.head_ranks import Headed, run_headed
 from workbench.errors import BadInput
 from workbench.models import load_causal_lm
-from workbench.models.float32_head import compute_in_float32
 from workbench.models.heads import TokenLogProbs
+from workbench.models.logits import compute_in_float32
 from workbench.placement import Layout
-from workbench.placement.activations import activation_bytes
+from workbench.placement.memory import activation_bytes
 from workbench.placement.role_model import RoleModel
 
 BF16 = {"actor": wb.Model(TINY, dtype="bfloat16"), "reference": wb.Model(TINY, dtype="bfloat16"), "reward": vowels}

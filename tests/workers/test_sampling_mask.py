@@ -22,7 +22,7 @@ from workbench.engines.generation.vllm_rows import _sets
 from workbench.errors import BadInput, StageError
 from workbench.models import load_causal_lm
 from workbench.models.heads import ChosenLogProbs, TokenLogProbs
-from workbench.models.token_sets import TokenSets
+from workbench.models.logits import TokenSets
 from workbench.placement import Layout
 from workbench.settings.engines import check_mask
 from workbench.workers.micro_batches import each_minibatch

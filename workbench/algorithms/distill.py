@@ -14,7 +14,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.data.prompt_stream import PromptStream
 from workbench.data.user_functions import accepted
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 from workbench.settings.engines import Sampling
 from workbench.workers.user_loss import check_names
 

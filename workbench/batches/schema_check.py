@@ -16,7 +16,7 @@ from workbench.batches.columns import ColumnValues, Ragged, kind_of
 from workbench.batches.contexts import contexts_of, longest_contexts
 from workbench.batches.schema import CONTEXT_STARTS, FINITE, SCHEMA, ColumnSchema
 from workbench.errors import BadInput
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 
 Rows = Sequence[int] | np.ndarray  # the numbers of a shard's rows in the batch
 ROW_OF = {True: "tokens", False: "one"}  # of a Ragged, and of a Tensor

@@ -15,7 +15,7 @@ from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
 from workbench.models import load_config
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,8 @@ from workbench.messages.calls import HostInfo
 from workbench.models import load_config
 from workbench.models.spec import Model
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
-from workbench.placement.estimate import device_numbers
+from workbench.placement.estimate import Room, device_numbers, rooms
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
-from workbench.placement.room import Room, rooms
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import computing_threads, cores

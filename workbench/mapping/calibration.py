@@ -12,14 +12,6 @@ from workbench.errors import BadInput
 from workbench.mapping.costs import Constants, Terms
 
 SWEEPS = 500
-# How many times as long as isolated kernels and collectives those of a model take; seconds of a call.
-PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 5.0)}
-MEANING = {
-    "passes": "kernels of passes, by those that were timed alone",
-    "decoding": "decoding steps, by reading weights, keys and values at the memory's rate",
-    "links": "collectives within a model, by those that were timed alone",
-    "calls": "seconds of a call whatever it does",
-}
 NAMES = tuple(field.name for field in fields(Terms))
 
 
@@ -38,7 +30,7 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     Relative errors, so that a short call counts as much as a long one. pull: how strongly constants stay near those of
     `start`, which alone decide where no sample has a term. The sum is convex: coordinates are descended one after
     another, and those that no bound holds are solved for, until nothing changes. Whether what was found is plausible,
-    `findings` says. Raises `BadInput` without a sample, or for one that took no time.
+    the caller judges. Raises `BadInput` without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -87,14 +79,3 @@ def spread(samples: Mapping[tuple[str, int, str], Sample], start: Constants) -> 
         constants = fit(list(samples.values()), start)
         errors = [math.log(constants.seconds(one.terms) / one.seconds) for one in samples.values()]
     return math.sqrt(sum(error * error for error in errors) / len(errors))
-
-
-def findings(constants: Constants) -> list[str]:
-    """A sentence for each constant outside its plausible range: something else than what the constant means is in
-    the measurements, or the hardware is not as described. For clusters of GPUs."""
-    told = []
-    for name, (least, most) in PLAUSIBLE.items():
-        value = getattr(constants, name)
-        if not least <= value <= most:
-            told.append(f"{name}={value:.3g} is outside {least:g} to {most:g}: {MEANING[name]}")
-    return told

@@ -4,7 +4,7 @@
 
 | term | unit | holds |
 | --- | --- | --- |
-| passes | s | of forward and backward passes: products by shape, attention, memory traffic; optimizer states |
+| passes | s | of forward and backward passes: products by role, attention, memory traffic; optimizer states |
 | decoding | s | of decoding steps: products or weights read, keys and values, the host's start of each layer |
 | links | s | all-reduces of tensor ranks and of gradients, sends between stages, weights and rows that move |
 | calls | calls | what a call costs whatever it does: rows collected and sent, processes told, caches set up |
@@ -29,8 +29,8 @@ import operator
 from dataclasses import dataclass, field, fields
 
 from workbench.mapping.hardware import Hardware
-from workbench.mapping.shapes import Shape
 from workbench.mapping.workload import Workload
+from workbench.placement.role_model import RoleModel, held_bytes, matrices
 from workbench.settings.layout import Layout
 from workbench.support.validation import at_least, check_fields
 
@@ -82,7 +82,9 @@ class CostModel:
 
     hardware: Hardware
     workload: Workload
-    _known: dict[tuple[Shape, int, int, float], tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[RoleModel, int, int, float], tuple[float, float, float]] = field(
+        default_factory=dict, repr=False
+    )
 
     def _product(self, m: int, n: int, k: int, item_bytes: int) -> float:
         hardware = self.hardware
@@ -93,50 +95,50 @@ class CostModel:
         """Seconds of bytes that go through a device's memory."""
         return nbytes / (self.hardware.memory_bytes_s * self.hardware.products.stream_share)
 
-    def _forward(self, shape: Shape, t: int, tokens: int, context: float) -> tuple[float, float, float]:
+    def _forward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """Seconds of all layers without attention, of attention, and of the head, for one of t tensor ranks."""
-        key = shape, t, tokens, context
+        key = role, t, tokens, context
         if key not in self._known:
-            item, (layers, head) = shape.role.frozen_bytes, shape.matrices(t)
+            item, (layers, head) = role.frozen_bytes, matrices(role, t)
             multiplied = sum(count * self._product(tokens, n, k, item) for (n, k), count in layers.items())
-            streamed = shape.layers * self._streamed(tokens * item * self._passed(shape, t))
+            streamed = role.layers * self._streamed(tokens * item * self._passed(role, t))
             rate = self.hardware.flop_s(self.workload.dtype) * self.hardware.products.attention_share
-            attention = 4.0 * shape.layers * shape.queries / t * tokens * context / rate
+            attention = 4.0 * role.layers * role.queries / t * tokens * context / rate
             ends = sum(count * self._product(tokens, n, k, item) for (n, k), count in head.items())
             self._known[key] = multiplied + streamed, attention, ends
         return self._known[key]
 
-    def _decode(self, shape: Shape, t: int, rows: float) -> float:
+    def _decode(self, role: RoleModel, t: int, rows: float) -> float:
         """Seconds of a decoding step of so many rows, without attention."""
-        hardware, item, (layers, head) = self.hardware, shape.role.frozen_bytes, shape.matrices(t)
+        hardware, item, (layers, head) = self.hardware, role.frozen_bytes, matrices(role, t)
         multiplied = sum(
             count * hardware.products.few(rows, n, k, flop_s=hardware.flop_s(self.workload.dtype),
                                           memory_bytes_s=hardware.memory_bytes_s, item_bytes=item)
             for (n, k), count in (layers + head).items()
         )  # fmt: skip
-        return multiplied + shape.layers * self._streamed(rows * item * self._passed(shape, t))
+        return multiplied + role.layers * self._streamed(rows * item * self._passed(role, t))
 
-    def _passed(self, shape: Shape, t: int) -> float:
+    def _passed(self, role: RoleModel, t: int) -> float:
         """Elements of a token that a layer reads and writes beside its products: two norms that do so twice, two sums;
         rotations; gate, up and their product."""
-        return 14 * shape.hidden + (2 * (shape.queries + shape.keys) + 3 * shape.inner) / t
+        return 14 * role.hidden + (2 * (role.queries + role.keys) + 3 * role.inner) / t
 
-    def _backward(self, shape: Shape, t: int, tokens: int, context: float) -> tuple[float, float, float]:
+    def _backward(self, role: RoleModel, t: int, tokens: int, context: float) -> tuple[float, float, float]:
         """As `_forward`, of the backward pass; frozen matrices beside an adapter have no gradient."""
-        key = shape, -t, tokens, context
+        key = role, -t, tokens, context
         if key not in self._known:
-            item, adapted = shape.role.frozen_bytes, shape.role.adapter is not None
+            item, adapted = role.frozen_bytes, role.adapter is not None
             seconds = []
-            for matrices in shape.matrices(t):
-                of_inputs = sum(count * self._product(tokens, k, n, item) for (n, k), count in matrices.items())
-                of_weights = sum(count * self._product(n, k, tokens, item) for (n, k), count in matrices.items())
+            for cut in matrices(role, t):
+                of_inputs = sum(count * self._product(tokens, k, n, item) for (n, k), count in cut.items())
+                of_weights = sum(count * self._product(n, k, tokens, item) for (n, k), count in cut.items())
                 seconds.append(of_inputs + (0.0 if adapted else of_weights))
             multiplied, ends = seconds
-            streamed = 2 * shape.layers * self._streamed(tokens * item * self._passed(shape, t))
-            self._known[key] = multiplied + streamed, 2.5 * self._forward(shape, t, tokens, context)[1], ends
+            streamed = 2 * role.layers * self._streamed(tokens * item * self._passed(role, t))
+            self._known[key] = multiplied + streamed, 2.5 * self._forward(role, t, tokens, context)[1], ends
         return self._known[key]
 
-    def _stage(self, shape: Shape, layout: Layout, parts: tuple[float, float, float]) -> float:
+    def _stage(self, role: RoleModel, layout: Layout, parts: tuple[float, float, float]) -> float:
         """Seconds of a micro-batch in the slowest stage: the last, which has the head."""
         layers, attention, head = parts
         return (layers + attention) / layout.p + head
@@ -158,75 +160,75 @@ class CostModel:
         hops_s = self.hardware.hops(ranks, stride)
         return (ranks - 1) / ranks * nbytes / self.hardware.link(ranks, stride) + hops_s
 
-    def _passes(self, shape: Shape, layout: Layout, rows: float) -> tuple[int, int, int]:
+    def _passes(self, role: RoleModel, layout: Layout, rows: float) -> tuple[int, int, int]:
         """(tokens of a micro-batch, micro-batches, pipeline slots) of rows that are dealt out; none is cut."""
         dealt = math.ceil(rows / layout.d)
-        together = max(1, int(shape.role.micro_batch_tokens // self.workload.row_tokens))
+        together = max(1, int(role.micro_batch_tokens // self.workload.row_tokens))
         micro = math.ceil(dealt / together)
         return round(dealt * self.workload.row_tokens / micro), micro, micro + layout.p - 1
 
-    def _links(self, shape: Shape, layout: Layout, tokens: int, slots: int, reduces: int) -> float:
+    def _links(self, role: RoleModel, layout: Layout, tokens: int, slots: int, reduces: int) -> float:
         """Seconds of all-reduces over tensor ranks and of sends between stages, along the pipeline: activations, and
         gradients back."""
-        nbytes = tokens * shape.hidden * shape.role.frozen_bytes
+        nbytes = tokens * role.hidden * role.frozen_bytes
         sent = 0.0
         if layout.p > 1:
             rate, hop_s = self.hardware.link(layout.p, layout.t), self.hardware.hop(layout.p, layout.t)
             sent = (1 if reduces == 2 else 2) * (nbytes / rate + hop_s)
-        return slots * (reduces * shape.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
+        return slots * (reduces * role.layers / layout.p * self._all_reduce(nbytes, layout.t, 1) + sent)
 
     def _starts(self, layers: float) -> float:
         """Seconds until the host has started the layers of passes: none where it runs ahead of the device."""
         return 0.0 if self.hardware.runs_ahead else layers * self.hardware.layer_start_s
 
-    def infer(self, shape: Shape, layout: Layout) -> Terms:
+    def infer(self, role: RoleModel, layout: Layout) -> Terms:
         work = self.workload
-        tokens, micro, slots = self._passes(shape, layout, work.rows)
+        tokens, micro, slots = self._passes(role, layout, work.rows)
         gathered = 0.0
-        if shape.role.engine == "zero3":
-            own = shape.elements / layout.t * shape.role.frozen_bytes
+        if role.engine == "zero3":
+            own = role.elements / layout.t * role.frozen_bytes
             gathered = micro * self._gather(own, layout.d, layout.t)
-        stage_s = self._stage(shape, layout, self._forward(shape, layout.t, tokens, work.mean_context))
+        stage_s = self._stage(role, layout, self._forward(role, layout.t, tokens, work.mean_context))
         return Terms(
-            passes=slots * stage_s + self._starts(shape.layers / layout.p * slots),
-            links=self._links(shape, layout, tokens, slots, 2) + gathered,
+            passes=slots * stage_s + self._starts(role.layers / layout.p * slots),
+            links=self._links(role, layout, tokens, slots, 2) + gathered,
             calls=1,
         )
 
-    def train(self, shape: Shape, layout: Layout, again: bool | None = None) -> Terms:
+    def train(self, role: RoleModel, layout: Layout, again: bool | None = None) -> Terms:
         """again: whether activations are recomputed; None: as the settings say."""
         work = self.workload
-        tokens, micro, slots = self._passes(shape, layout, work.rows / work.updates)
-        again = shape.training.activation_checkpointing if again is None else again
-        forward = self._forward(shape, layout.t, tokens, work.mean_context)
-        backward = self._backward(shape, layout.t, tokens, work.mean_context)
-        stage_s = (1 + again) * self._stage(shape, layout, forward) + self._stage(shape, layout, backward)
-        own = shape.trained_elements / (layout.p * layout.t)
+        tokens, micro, slots = self._passes(role, layout, work.rows / work.updates)
+        again = role.training.activation_checkpointing if again is None else again
+        forward = self._forward(role, layout.t, tokens, work.mean_context)
+        backward = self._backward(role, layout.t, tokens, work.mean_context)
+        stage_s = (1 + again) * self._stage(role, layout, forward) + self._stage(role, layout, backward)
+        own = role.trained_elements / (layout.p * layout.t)
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)
-        sharded = work.shards_optimizer(shape.role.engine)
+        sharded = work.shards_optimizer(role.engine)
         if sharded:  # gradients are summed and scattered, weights gathered
-            gathered = self._gather(shape.role.frozen_bytes * own, layout.d, stride)
+            gathered = self._gather(role.frozen_bytes * own, layout.d, stride)
             summed = self._gather(4 * own, layout.d, stride) + gathered
-            if shape.role.engine == "zero3":
+            if role.engine == "zero3":
                 summed += (2 + again) * micro * gathered
         stepped = self._streamed(OPTIMIZER_BYTES * own / (layout.d if sharded else 1))
         return Terms(
-            passes=slots * stage_s + stepped + self._starts((2 + again) * shape.layers / layout.p * slots),
-            links=self._links(shape, layout, tokens, slots, 6 if again else 4) + summed,
+            passes=slots * stage_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
+            links=self._links(role, layout, tokens, slots, 6 if again else 4) + summed,
         ) * (work.updates * work.epochs) + Terms(calls=1)
 
-    def row_bytes(self, shape: Shape, t_g: int) -> float:
+    def row_bytes(self, role: RoleModel, t_g: int) -> float:
         """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
         copied."""
         longest = self.workload.prompt_tokens + max(self.workload.lengths)
-        return shape.kv_bytes_per_token * longest / min(t_g, shape.key_heads)
+        return role.kv_bytes_per_token * longest / min(t_g, role.key_heads)
 
     def replica_rows(self, devices: int, t_g: int) -> int:
         """Rows of the generation replica that has most."""
         return math.ceil(self.workload.rows / (devices // t_g))
 
-    def generate(self, shape: Shape, devices: int, t_g: int, waves: float) -> Terms:
+    def generate(self, role: RoleModel, devices: int, t_g: int, waves: float) -> Terms:
         """Prefill and decoding of all rows by replicas of `t_g` devices. waves: rows, by those that the cache holds at
         a time, at least 1: a new row replaces one that has ended."""
         work = self.workload
@@ -235,34 +237,34 @@ class CostModel:
         steps = max(float(longest), waves * mean)
         together = rows * mean / steps  # rows under way
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
-        heads = t_g / min(t_g, shape.key_heads)  # ranks beyond the heads read them once more
-        read = heads * rows * (mean * work.prompt_tokens + squares / 2) * shape.kv_bytes_per_token / t_g
+        heads = t_g / min(t_g, role.key_heads)  # ranks beyond the heads read them once more
+        read = heads * rows * (mean * work.prompt_tokens + squares / 2) * role.kv_bytes_per_token / t_g
         prompt = work.prompt_tokens
-        first, seen, _ = self._forward(shape, t_g, prompt, work.prompt_tokens / 2)
-        hidden, started = shape.hidden * shape.role.frozen_bytes, shape.layers * self.hardware.layer_start_s
+        first, seen, _ = self._forward(role, t_g, prompt, work.prompt_tokens / 2)
+        hidden, started = role.hidden * role.frozen_bytes, role.layers * self.hardware.layer_start_s
         reduced = steps * self._all_reduce(together * hidden, t_g, 1) + rows * self._all_reduce(prompt * hidden, t_g, 1)
         return Terms(
             passes=rows * (first + seen),
-            decoding=steps * (self._decode(shape, t_g, together) + started) + self._streamed(read),
-            links=2 * shape.layers * reduced,
+            decoding=steps * (self._decode(role, t_g, together) + started) + self._streamed(read),
+            links=2 * role.layers * reduced,
             calls=1,
         )
 
-    def transition(self, shape: Shape, layout: Layout, strategy: str = "hybridflow") -> Terms:
+    def transition(self, role: RoleModel, layout: Layout, strategy: str = "hybridflow") -> Terms:
         """From the training layout to that of generation, once an iteration: the bytes that the resharding planner
         counts for the rank that receives most, and the engine that takes over its part. layout: with p_g and t_g."""
-        if layout.p * layout.t == 1 and shape.role.engine != "zero3":
+        if layout.p * layout.t == 1 and role.engine != "zero3":
             return Terms()
-        received = received_bytes(shape, layout, strategy)
+        received = received_bytes(role, layout, strategy)
         if not received:
             return Terms()
         inside = Layout(layout.p, layout.t).size
         ranks = inside if strategy == "hybridflow" else layout.size
-        return self.moved(shape, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
+        return self.moved(role, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
 
-    def moved(self, shape: Shape, received: float, ranks: int, parts: int) -> Terms:
+    def moved(self, role: RoleModel, received: float, ranks: int, parts: int) -> Terms:
         """Weights that come from other ranks, and are then taken over by an engine that has 1 of so many parts."""
-        loaded = shape.elements * shape.role.frozen_bytes / parts
+        loaded = role.elements * role.frozen_bytes / parts
         return Terms(links=received / self.hardware.link(ranks) + loaded / self.hardware.load_bytes_s)
 
     def transfer(self, sent: float, devices: int) -> Terms:
@@ -274,21 +276,21 @@ class CostModel:
         return Terms(links=sent * COLUMN_BYTES * work.rows * work.row_tokens / machines / hardware.machine_bytes_s)
 
 
-def received_bytes(shape: Shape, layout: Layout, strategy: str) -> int:
+def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
     """Most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts them,
     without its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others
     it gathers the whole model, of which with `full` it has a run of equal parts, the last rank's being the smallest."""
-    weights = shape.role.weights
+    weights = role.weights
     if strategy == "full":
         size = layout.size
         own = sum(max(0, w.numel - (size - 1) * -(-w.numel // size)) * w.item_bytes for w in weights)
-        return shape.nbytes - own
+        return role.weights.nbytes - own
     p_g, t_g = layout.p_g or layout.p, layout.t_g or layout.t
     most = 0
     for i in {0, layout.p // 2, layout.p - 1}:
         for j in {0, layout.t - 1}:
-            own, needed = shape.held_bytes(layout.p, layout.t, i, j), shape.nbytes
+            own, needed = held_bytes(role, layout.p, layout.t, i, j), role.weights.nbytes
             if strategy == "hybridflow":
-                needed = shape.held_bytes(p_g, t_g, i // (layout.p // p_g), j // (layout.t // t_g))
+                needed = held_bytes(role, p_g, t_g, i // (layout.p // p_g), j // (layout.t // t_g))
             most = max(most, needed - own)
     return most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,9 +15,9 @@ from workbench.errors import BadInput
 from workbench.mapping.costs import Constants, CostModel, Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.plan import CallPlan
-from workbench.mapping.shapes import Shape
 from workbench.mapping.workload import STAGES, Workload
-from workbench.placement.rank_memory import rank_memory
+from workbench.placement.memory import rank_memory
+from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 
 WAVE_PARTS = 8  # of a wave: how finely caches are told apart
@@ -53,16 +53,15 @@ class RoleOptions:
     inference and generation may have layouts that training's knows nothing of, to which weights are copied.
     """
 
-    def __init__(self, shape: Shape, model: CostModel, constants: Constants, role: str, *, strategy: str,
+    def __init__(self, name: str, role: RoleModel, model: CostModel, constants: Constants, *, strategy: str,
                  t_g: int | None, by_call: bool) -> None:  # fmt: skip
-        self.shape, self.model, self.constants = shape, model, constants
+        self.role, self.model, self.constants = role, model, constants
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
-        self.calls = model.workload.of(role)
+        self.calls = model.workload.of(name)
         # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
         longest = model.workload.prompt_tokens + max(model.workload.lengths)
-        training = shape.training
-        training = replace(training, micro_batch_tokens=max(shape.role.micro_batch_tokens, longest))
-        self._alone = replace(shape.role, generation=None, training=training)
+        training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
+        self._alone = replace(role, generation=None, training=training)
         self._found: dict[int, tuple[Option, ...]] = {}
         self._bytes: dict[tuple[int, int, int, bool], tuple[int, int, int] | None] = {}
         self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
@@ -70,17 +69,17 @@ class RoleOptions:
 
     @property
     def by_deepspeed(self) -> bool:
-        return self.shape.role.trained and self.shape.training.engine == "deepspeed"
+        return self.role.trained and self.role.training.engine == "deepspeed"
 
     @property
     def _cuts_optimizer(self) -> bool:
         """Whether the torch engine's memory is taken to be that of a cluster's engine."""
-        return self.model.workload.engine == "cluster" and self.shape.role.engine == "torch"
+        return self.model.workload.engine == "cluster" and self.role.engine == "torch"
 
     @cached_property
     def agains(self) -> tuple[bool, ...]:
         """Whether activations may be kept, and recomputed."""
-        set_to = self.shape.training.activation_checkpointing
+        set_to = self.role.training.activation_checkpointing
         trains = any(call.kind == "train" for call in self.calls)
         return (False, True) if self._cuts_optimizer and set_to and trains else (set_to,)
 
@@ -108,7 +107,7 @@ class RoleOptions:
                 yield self._option(Option(generating, *held, own_t_g=own, again=again))
                 for other in others:
                     if other != layout:
-                        copy = self.shape.nbytes // (other.p * other.t)
+                        copy = self.role.weights.nbytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
                         yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own,
                                                   again=again))  # fmt: skip
@@ -148,7 +147,7 @@ class RoleOptions:
         if option.own_t_g is not None:
             add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
         elif self.generates:
-            add("transition", STAGES[0], model.transition(self.shape, layout, self.strategy))
+            add("transition", STAGES[0], model.transition(self.role, layout, self.strategy))
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
         for call in self.calls:
@@ -158,25 +157,25 @@ class RoleOptions:
                 add(call.name, call.stage, self._term("train", layout, option.again))
             elif cache_bytes is not None:
                 waves = float(self._waves(layout.size, option.t_g, np.array([cache_bytes]))[0])
-                add(call.name, call.stage, model.generate(self.shape, layout.size, option.t_g, waves))
+                add(call.name, call.stage, model.generate(self.role, layout.size, option.t_g, waves))
         return tuple(found)
 
     def _term(self, kind: str, layout: Layout, again: bool) -> Terms:
         key = kind, layout.p, layout.t, layout.d, again
         if key not in self._terms:
             if kind == "infer":
-                self._terms[key] = self.model.infer(self.shape, layout)
+                self._terms[key] = self.model.infer(self.role, layout)
             else:
-                self._terms[key] = self.model.train(self.shape, layout, again)
+                self._terms[key] = self.model.train(self.role, layout, again)
         return self._terms[key]
 
     def _moved(self, train: Layout, other: Layout) -> Terms:
         """Weights from training's layout to another on the same ranks: at most all that a rank holds there, nothing
         where each rank has the whole model."""
-        if train.p * train.t == 1 and self.shape.role.engine != "zero3":
+        if train.p * train.t == 1 and self.role.engine != "zero3":
             return Terms()
-        nbytes = self.shape.elements * self.shape.role.frozen_bytes / (other.p * other.t)
-        return self.model.moved(self.shape, nbytes, train.size, other.p * other.t)
+        nbytes = self.role.elements * self.role.frozen_bytes / (other.p * other.t)
+        return self.model.moved(self.role, nbytes, train.size, other.p * other.t)
 
     def _forward_bytes(self, layout: Layout) -> int:
         frozen = replace(self._alone, trained=False)
@@ -186,13 +185,13 @@ class RoleOptions:
         """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone."""
         hardware, found = self.model.hardware, []
         deepspeed = self.by_deepspeed
-        zero3, adapted = self.shape.role.engine == "zero3", self.shape.role.adapter is not None
-        whole = self.shape.role.trained and self.shape.training.optimizer in ("muon", "adamw_8bit")
+        zero3, adapted = self.role.engine == "zero3", self.role.adapter is not None
+        whole = self.role.trained and self.role.training.optimizer in ("muon", "adamw_8bit")
         for t in range(1, min(devices, hardware.devices_per_machine) + 1):
             if devices % t or hardware.devices_per_machine % t or ((zero3 or adapted or whole) and t > 1):
                 continue
-            for p in range(1, min(devices // t, self.shape.layers) + 1):
-                if (devices // t) % p or self.shape.layers % p or ((deepspeed or adapted) and p > 1):
+            for p in range(1, min(devices // t, self.role.layers) + 1):
+                if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
                 layout = Layout(p, t, devices // (p * t))
                 held = self._held(layout, self.agains[-1])
@@ -219,7 +218,7 @@ class RoleOptions:
         if devices % t_g or self.model.hardware.devices_per_machine % t_g:
             return False
         try:
-            self.shape.role.weights.check(1, t_g)
+            self.role.weights.check(1, t_g)
         except BadInput:
             return False
         return True
@@ -230,7 +229,7 @@ class RoleOptions:
         if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
             training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
             role = replace(role, training=training)
-        replicas = layout.d if self.shape.role.engine.startswith("zero") else min(layout.d, 2)
+        replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
         key = layout.p, layout.t, replicas, again
         if key not in self._bytes:
             one = Layout(layout.p, layout.t, replicas)
@@ -251,7 +250,7 @@ class RoleOptions:
 
     def generation_bytes(self, t_g: int) -> int:
         """Of the generation engine's weights on one device."""
-        return math.ceil(self.shape.elements * self.shape.role.frozen_bytes / t_g)
+        return math.ceil(self.role.elements * self.role.frozen_bytes / t_g)
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
@@ -263,7 +262,7 @@ class RoleOptions:
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
         not fit. A row is held while it grows, so that in the mean it has half its response."""
-        work, longest = self.model.workload, self.model.row_bytes(self.shape, t_g)
+        work, longest = self.model.workload, self.model.row_bytes(self.role, t_g)
         share = (work.prompt_tokens + work.mean_response / 2) / (work.prompt_tokens + max(work.lengths))
         rows = self.model.replica_rows(devices, t_g)
         held = np.maximum(cache_bytes, longest) / (longest * share)
@@ -274,7 +273,7 @@ class RoleOptions:
         key = devices, t_g, waves
         if key not in self._generated:
             count = sum(call.kind == "generate" for call in self.calls)
-            terms = self.model.generate(self.shape, devices, t_g, waves)
+            terms = self.model.generate(self.role, devices, t_g, waves)
             self._generated[key] = count * self.constants.seconds(terms)
         return self._generated[key]
 
@@ -304,9 +303,9 @@ def undominated(figures: NDArray[np.float64]) -> list[int]:
 
 
 def options_of(
-    models: dict[str, Shape], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
+    roles: Mapping[str, RoleModel], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
     model = CostModel(hardware, workload)
-    return {role: RoleOptions(shape, model, constants, role, strategy=strategy, t_g=t_g, by_call=by_call)
-            for role, shape in models.items()}  # fmt: skip
+    return {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+            for name, role in roles.items()}  # fmt: skip

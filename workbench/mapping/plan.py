@@ -159,18 +159,6 @@ class Plan:
         """The set for which a stage waits."""
         return max(self.sets, key=lambda one: one.seconds(stage))
 
-    def terms(self) -> Terms:
-        """The terms of an iteration's time: those of the slowest set of each stage."""
-        found = Terms()
-        for stage in STAGES:
-            one = self.slowest(stage)
-            found += one.transfers[stage].terms
-            for role in one.roles:
-                for call in role.calls:
-                    if call.stage == stage:
-                        found += call.terms
-        return found
-
     @property
     def used(self) -> int:
         """Devices that have a set."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of
 from workbench.mapping.plan import CallPlan, Plan, RolePlan, SetPlan
-from workbench.mapping.shapes import Shape, role_models
-from workbench.mapping.workload import STAGES, Workload
+from workbench.mapping.workload import STAGES, Workload, role_models
 from workbench.placement.placement import Placement
 from workbench.support.checked_calls import checked_call
 
@@ -36,17 +35,17 @@ def predict(
     check_placement(placement)
     constants, hardware = constants or Constants(), hardware_of(hardware)
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
-    shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
-    options = options_of(shapes, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
+    placed = role_models(models, workload)
+    options = options_of(placed, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
     sets = []
     for pool in placement.pools:
-        roles = tuple(role for role in pool.roles if role in shapes)
+        roles = tuple(role for role in pool.roles if role in placed)
         if roles:
             laid_out = [(options[role], placement.layout_of(role)) for role in roles]
             lasting = sum(one.as_given(layout, t_g).lasting for one, layout in laid_out)
             ways = [one.as_given(layout, t_g, hardware.usable_bytes - lasting) for one, layout in laid_out]
-            sets.append(set_plan(roles, ways, pool.devices, options, constants))
-    if missing := sorted(set(shapes) - {role for one in sets for role in one.names}):
+            sets.append(set_plan(roles, ways, pool.devices, options))
+    if missing := sorted(set(placed) - {role for one in sets for role in one.names}):
         raise BadInput(
             f"role {missing[0]!r} has no pool", f"the placement is {placement}", "name it in one of the pools"
         )
@@ -62,7 +61,7 @@ def check_placement(placement: object) -> None:
 
 
 def set_plan(
-    roles: tuple[str, ...], ways: list[Option], devices: int, options: Mapping[str, RoleOptions], constants: Constants
+    roles: tuple[str, ...], ways: Sequence[Option], devices: int, options: Mapping[str, RoleOptions]
 ) -> SetPlan:
     """The plan of a set of roles on some devices, each with a chosen option."""
     model = next(iter(options.values())).model
@@ -72,19 +71,17 @@ def set_plan(
         one, weights = options[role], 0
         if one.generates:
             weights = one.generation_bytes(way.t_g)
-            cache = max(left - weights, model.row_bytes(one.shape, way.t_g))
+            cache = max(left - weights, model.row_bytes(one.role, way.t_g))
         calls = one.calls_of(way, int(np.ceil(cache)))
         placed.append(RolePlan(role, way.layout, way.inference, way.own_t_g, calls, way.lasting, way.passing, weights,
                                way.again))  # fmt: skip
-    return SetPlan(tuple(placed), devices, transfers(roles, devices, options, constants), int(cache))
+    return SetPlan(tuple(placed), devices, transfers(roles, devices, options), int(cache))
 
 
-def transfers(
-    roles: tuple[str, ...], devices: int, options: Mapping[str, RoleOptions], constants: Constants
-) -> dict[str, CallPlan]:
+def transfers(roles: tuple[str, ...], devices: int, options: Mapping[str, RoleOptions]) -> dict[str, CallPlan]:
     """By stage, the rows that come to a set from others. What a call wrote, one column a token for a pass,
     two for generation, is sent to each call of another set that reads it."""
-    model = next(iter(options.values())).model
+    model, constants = next((one.model, one.constants) for one in options.values())
     calls = {call.name: call for call in model.workload.calls}
     found = {stage: Terms() for stage in STAGES}
     for role in roles:

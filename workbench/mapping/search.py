@@ -27,14 +27,14 @@ import numpy as np
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants
-from workbench.mapping.fitting import settings_that_fit
+from workbench.mapping.fitting import nothing_fits
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
 from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import set_plan, transfers
-from workbench.mapping.shapes import Shape, role_models
-from workbench.mapping.workload import Workload
+from workbench.mapping.workload import Workload, role_models
+from workbench.placement.role_model import RoleModel
 from workbench.settings.roles import check_role
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import one_of, whole
@@ -48,16 +48,9 @@ POLICY = ("actor", "reference")
 Named = Literal["auto", "colocate", "split", "standalone"]
 
 Sets = tuple[tuple[str, ...], ...]
+_Set = tuple[tuple[str, ...], int, tuple[Option, ...]]  # roles, devices, and how each role is laid out there
 # [ways, 5]: seconds by stage, lasting and passing bytes; DeepSpeed's tensor ranks, 0: none; an option for each role
 _Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...]]]
-
-
-@dataclass(frozen=True, eq=False)
-class Way:
-    """A set on some devices: how its roles are laid out there."""
-
-    devices: int
-    options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +58,7 @@ class Front:
     """Triples of stage seconds that no other beats, and where each comes from."""
 
     seconds: NDArray[np.float64]  # [k, 3]
-    origins: tuple[Any, ...]
+    origins: tuple[tuple[_Set, ...], ...]
 
 
 @checked_call("wb.mapping.search")
@@ -119,13 +112,12 @@ def search(
         check_role(role)
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
-    shapes = {role: Shape(model) for role, model in role_models(models, workload).items()}
-    if not uncalled and (idle := [role for role in shapes if role not in workload.roles]):
+    placed = role_models(models, workload)
+    if not uncalled and (idle := [role for role in placed if role not in workload.roles]):
         raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
                        f"leave it out, or take an algorithm that uses it: {', '.join(workload.roles)}")  # fmt: skip
     start_s = time.perf_counter()
-    options = options_of(shapes, machine, workload, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-    partitions = partitions_of(tuple(shapes), placement)
+    partitions = partitions_of(tuple(placed), placement)
     unit = granularity or _granularity(devices)
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
@@ -135,20 +127,21 @@ def search(
     if t_g is not None and machine.devices_per_machine % t_g:
         raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
-    one = _Search(options, workload, machine, constants, devices, unit, functions)
-    halves = (devices // 2 // unit) if placement == "split" else None
-    found = [plan for sets in partitions if (plan := one.best(sets, halves)) is not None]
+
+    def searched(work: Workload, roles: Mapping[str, RoleModel], count: int, step: int) -> Iterator[Plan | None]:
+        """The best plan of each partition, None where none fits."""
+        options = options_of(roles, machine, work, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+        one = _Search(options, count, step, functions)
+        return (one.best(sets, count // 2 // step if placement == "split" else None) for sets in partitions)
+
+    found = [plan for plan in searched(workload, placed, devices, unit) if plan is not None]
     if not found:
 
-        def fits(changed: Workload, shapes: Mapping[str, Shape], count: int) -> bool:
-            again = options_of(dict(shapes), machine, changed, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-            step = max(unit, count // COARSE)
-            other = _Search(again, changed, machine, constants, count, step, functions)
-            part = count // 2 // step if placement == "split" else None
-            return any(other.best(sets, part) is not None for sets in partitions)
+        def fits(work: Workload, roles: Mapping[str, RoleModel], count: int) -> bool:
+            return any(plan is not None for plan in searched(work, roles, count, max(unit, count // COARSE)))
 
-        remedies = settings_that_fit(fits, workload, shapes, devices)
-        raise BadInput(*_nothing_fits(options, devices, machine, placement, unit, remedies))
+        options = options_of(placed, machine, workload, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+        raise nothing_fits(options, devices, placement, unit, fits)
     least_s = min(plan.iteration_s for plan in found)
     found = ranked(replace(plan, dependencies=dependencies) for plan in found)
     proven = found[0].iteration_s <= least_s * (1 + 1e-9)
@@ -194,10 +187,10 @@ def _granularity(devices: int) -> int:
 class _Search:
     """What partitions share: the times of sets, and of several sets side by side."""
 
-    def __init__(self, options: Mapping[str, RoleOptions], workload: Workload, hardware: Hardware,
-                 constants: Constants, devices: int, unit: int, functions: tuple[str, ...]) -> None:  # fmt: skip
-        self.options, self.workload, self.hardware, self.constants = options, workload, hardware, constants
-        self.devices, self.units, self.unit, self.functions = devices, devices // unit, unit, functions
+    def __init__(self, options: Mapping[str, RoleOptions], devices: int, unit: int, functions: tuple[str, ...]) -> None:
+        self.options, self.functions = options, functions
+        self.model = next(iter(options.values())).model
+        self.devices, self.units, self.unit = devices, devices // unit, unit
         self._sets: dict[tuple[str, ...], list[Front]] = {}
         self._several: dict[Sets, list[Front]] = {}
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
@@ -254,7 +247,7 @@ class _Search:
         for role, picks in zip(makers, chosen, strict=True):
             sizes = np.array([option.t_g for option in self.options[role].on(devices)], dtype=np.int64)[picks]
             seconds[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
-        moved = transfers(roles, devices, self.options, self.constants)
+        moved = transfers(roles, devices, self.options)
         seconds += [one.seconds for one in moved.values()]
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
         kept, origins = possible[undominated(seconds[possible])], []
@@ -262,7 +255,7 @@ class _Search:
             found = dict(zip(others, ways[index[k]], strict=True))
             for role, picks in zip(makers, chosen, strict=True):
                 found[role] = self.options[role].on(devices)[picks[k]]
-            origins.append(((roles, Way(devices, tuple(found[role] for role in roles))),))
+            origins.append(((roles, devices, tuple(found[role] for role in roles)),))
         return Front(seconds[kept], tuple(origins))
 
     def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:
@@ -291,7 +284,7 @@ class _Search:
         ranks = np.array([one.layout.t if deepspeed else 0 for one in options], dtype=np.int64)
         joint = figures[:, None, :] + own[None]
         joint[..., 4] = np.maximum(figures[:, None, 4], own[None, :, 4])
-        fits = joint[..., 3] + joint[..., 4] <= self.hardware.usable_bytes
+        fits = joint[..., 3] + joint[..., 4] <= self.model.hardware.usable_bytes
         fits &= (tensor[:, None] == 0) | (ranks[None] == 0) | (tensor[:, None] == ranks[None])
         before, added = np.nonzero(fits)
         return joint[before, added], np.maximum(tensor[before], ranks[added]), before, added
@@ -303,14 +296,14 @@ class _Search:
         options, seconds = self.options[role], np.zeros(len(sizes))
         for t_g in np.unique(sizes):
             mine = sizes == t_g
-            caches = self.hardware.usable_bytes - lasting[mine] - options.generation_bytes(int(t_g))
+            caches = self.model.hardware.usable_bytes - lasting[mine] - options.generation_bytes(int(t_g))
             seconds[mine] = options.generation_seconds(devices, int(t_g), caches)
         return seconds
 
-    def _plan(self, ways: Sequence[tuple[tuple[str, ...], Way]]) -> Plan:
-        sets = [set_plan(roles, list(way.options), way.devices, self.options, self.constants) for roles, way in ways]
+    def _plan(self, chosen: Sequence[_Set]) -> Plan:
+        sets = [set_plan(roles, options, devices, self.options) for roles, devices, options in chosen]
         sets.sort(key=lambda one: [list(self.options).index(role.role) for role in one.roles])
-        return Plan(tuple(sets), devices=self.devices, workload=self.workload, hardware=self.hardware,
+        return Plan(tuple(sets), devices=self.devices, workload=self.model.workload, hardware=self.model.hardware,
                     functions=self.functions)  # fmt: skip
 
 
@@ -341,30 +334,3 @@ def _both(one: Sequence[Front], other: Sequence[Front], units: int) -> Front:
         mine, i, theirs, j = pairs[k]
         origins.append((*one[mine].origins[i], *other[theirs].origins[j]))
     return Front(every[kept], tuple(origins))
-
-
-def _nothing_fits(
-    options: Mapping[str, RoleOptions], devices: int, hardware: Hardware, placement: str, unit: int,
-    remedies: Sequence[str],
-) -> tuple[str, str, str]:  # fmt: skip
-    from workbench.display.html import bytes_text
-
-    needs = {
-        role: one.shape.elements * (16 if one.shape.role.trained else one.shape.role.frozen_bytes)
-        for role, one in options.items()
-    }
-    told = ", ".join(f"{role} {bytes_text(n)}" for role, n in needs.items())
-    if unit > 1 and not any(
-        one.layouts(n, fit=False) for n in range(unit, devices + 1, unit) for one in options.values()
-    ):
-        return (
-            f"granularity={unit}", f"no layout cuts these models over {unit} devices, or a multiple up to {devices}",
-            "take one that divides a machine's devices, or leave it out",
-        )  # fmt: skip
-    return (
-        f"{len(options)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
-        f"placement {placement!r}",
-        f"no layout was found that fits: weights, gradients and optimizers take {bytes_text(sum(needs.values()))} "
-        f"({told}), and the devices have {bytes_text(devices * hardware.usable_bytes)} for them",
-        f"with {', or '.join(remedies)} they fit" if remedies else "take smaller models, or many more devices",
-    )

@@ -1,15 +1,23 @@
-"""The work of one iteration: its calls, in order, and the number and lengths of its rows."""
+"""The work of one iteration: its calls, in order, the number and lengths of its rows, and the models that do it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.models.dense_config import DenseConfig, read_plan_config
+from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.engines import Training
+from workbench.settings.roles import TRAINED_ROLES
 from workbench.support.validation import check_fields, one_of, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Kind = Literal["generate", "infer", "train"]
 STAGES = ("generation", "preparation", "training")
@@ -186,3 +194,48 @@ class Workload:
         return cls(algorithm=type(algorithm).__name__, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
                    rows=rows, updates=lead.training.minibatches, epochs=getattr(algorithm, "epochs", 1),
                    dtype=lead.dtype, training=lead.training, calls=tuple(calls), engine="workbench")  # fmt: skip
+
+
+# hidden, intermediate, layers, heads, key-value heads, vocabulary: Touvron et al. 2023 (arXiv:2302.13971 and
+# 2307.09288); 34b: Roziere et al. 2023 (arXiv:2308.12950), with the vocabulary of the others
+_LLAMAS = {
+    "llama-7b": (4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": (5120, 13824, 40, 40, 40, 32000),
+    "llama-34b": (8192, 22016, 48, 64, 8, 32000),
+    "llama-70b": (8192, 28672, 80, 64, 8, 32000),
+}
+SIZES = tuple(_LLAMAS)
+
+
+def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedConfig | DenseConfig:
+    """The config of a size preset, of a model by name or folder, or the one given. Raises `ModelUnavailable`."""
+    if str(model) in _LLAMAS:
+        hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(model)]
+        return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
+                           num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
+    if isinstance(model, str | Path):
+        return read_plan_config(model)
+    if not hasattr(model, "get_text_config"):
+        raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
+    return model
+
+
+def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
+    """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
+    model is None is a function and is left out."""
+    found = {}
+    for role, model in models.items():
+        if model is None:
+            continue
+        training = workload.training
+        found[role] = model if isinstance(model, RoleModel) else RoleModel(
+            config=config_of(model), head=head_of(role), dtype=workload.dtype, training=training,
+            trained=role in TRAINED_ROLES,
+        )  # fmt: skip
+    if lost := [role for role in workload.roles if role not in found]:
+        raise BadInput(
+            f"no model for {', '.join(lost)}",
+            f"{workload.algorithm} has calls of {', '.join(workload.roles)}",
+            f"name one of {', '.join(SIZES)}, a folder or a config for {lost[0]}",
+        )
+    return found

@@ -1,7 +1,7 @@
 """From a model's name to a folder, a model, a tokenizer.
 
 A name is a hub id ("org/name"), a local folder, the bundled "smollm2-135m", or one of the tiny random models. To add a
-bundled or a tiny model: one entry in `bundled.BUNDLED` or in `tiny.TINY`.
+bundled or a tiny model: one entry in `bundled.BUNDLED` or in `bundled.TINY`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from workbench.models.bundled import BUNDLED
+from workbench.models.bundled import BUNDLED, TINY
 from workbench.models.resolve import resolve
-from workbench.models.tiny import TINY
 from workbench.models.tokenizers import load_tokenizer, render_prompt
 
 if TYPE_CHECKING:

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import BadInput
-from workbench.models.chosen_log_probs import ChosenLogProbs
-from workbench.models.float32_head import compute_in_float32
+from workbench.models.logits import ChosenLogProbs, ScalarHead, TokenSets, compute_in_float32
 from workbench.models.packing import Pack, run_packed, tried_once, use_packing
 from workbench.models.tensor_parallel import VocabularyParallelHead
-from workbench.models.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -322,18 +320,6 @@ class TokenValues(PackedModule):
         prefix = f"{self.backbone.base_model_prefix}."
         names = (name for name, _ in self.named_parameters())
         return {n: prefix + n.removeprefix("backbone.") if n.startswith("backbone.") else n for n in names}
-
-
-class ScalarHead(nn.Linear):
-    """A linear layer, zero at first, that computes in fp32 in whatever dtype it is stored or called."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.linear(input.float(), self.weight.float(), self.bias.float())
 
 
 def load_token_values(

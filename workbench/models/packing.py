@@ -13,6 +13,8 @@ Shapes: T tokens of all sequences together, S sequences, H heads, K key-value he
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from workbench.errors import MissingDependency
+from workbench.support.home import home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -254,3 +259,24 @@ def _flash(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Compile the layers of a transformers model at their first run, into `$WORKBENCH_HOME/compiled`: the operations
+    between two matrix products become one kernel. Attention, a kernel already, is left out: it takes the lengths of a
+    pack, for each of which it would be compiled again. So a layer is three or four graphs, for any number of tokens.
+
+    Raises `MissingDependency` without a C++ compiler.
+    """
+    from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        raise MissingDependency(
+            "there is no C++ compiler", "Training(compile=True) writes C++ and compiles it", "install g++"
+        )
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "compiled"))
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import ModelUnavailable
-from workbench.models.bundled import BUNDLED, bundled_folder
-from workbench.models.tiny import TINY, tiny_folder
+from workbench.models.bundled import BUNDLED, TINY, bundled_folder, tiny_folder
 from workbench.support.files import path_of
 
 HUB_TIMEOUT_S = 3.0

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from workbench.models.token_sets import TokenSets
+from workbench.models.logits import TokenSets, linear_in_float32
 
 
 class TensorGroup(Protocol):
@@ -111,11 +111,9 @@ class VocabularyParallelHead(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of this rank's tokens."""
         hidden = enter(hidden, self._group)
-        if not self._in_float32:
-            return nn.functional.linear(hidden, self.weight, self.bias)
-        with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+        if self._in_float32:
+            return linear_in_float32(self, hidden)
+        return nn.functional.linear(hidden, self.weight, self.bias)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
         """The logits of the whole vocabulary [N, V], on every rank: for a few positions at a time."""

@@ -1,11 +1,12 @@
-"""What decides the bytes of a role: its model's weights, which of them are trained, and its engines."""
+"""What decides the bytes and the speed of a role: its model, which of its weights are trained, its engines."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
 from workbench.settings.engines import Generation, Training
@@ -50,6 +51,62 @@ class RoleModel:
     @property
     def micro_batch_tokens(self) -> int:
         return self.training.micro_batch_tokens or self.automatic_tokens
+
+    @cached_property
+    def _text(self) -> Any:
+        return self.config.get_text_config()
+
+    @cached_property
+    def layers(self) -> int:
+        return int(self._text.num_hidden_layers)
+
+    @cached_property
+    def hidden(self) -> int:
+        return int(self._text.hidden_size)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return int(self._text.vocab_size)
+
+    @cached_property
+    def inner(self) -> int:
+        """Elements of an MLP's hidden state."""
+        text = self._text
+        return int(getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * self.hidden)
+
+    @cached_property
+    def _heads(self) -> int:
+        return int(getattr(self._text, "num_attention_heads", None) or 1)
+
+    @cached_property
+    def key_heads(self) -> int:
+        return int(getattr(self._text, "num_key_value_heads", None) or self._heads)
+
+    @cached_property
+    def head_dim(self) -> int:
+        return int(getattr(self._text, "head_dim", None) or self.hidden // self._heads)
+
+    @property
+    def queries(self) -> int:
+        """Elements of a layer's queries; `keys`: of its keys, and of its values."""
+        return self._heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.head_dim
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def trained_elements(self) -> int:
+        return sum(weight.numel for weight in self.trained_weights)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token, all layers, in the dtype of generation."""
+        return 2 * self.layers * self.keys * self.frozen_bytes
 
     @property
     def engine(self) -> str:
@@ -129,3 +186,28 @@ def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[
 def head_of(role: str) -> Literal["lm", "scalar"]:
     """The head of a role's model."""
     return "lm" if role in ("actor", "reference", "teacher", ROLLOUT) else "scalar"
+
+
+Matrices = Counter[tuple[int, int]]
+
+
+@lru_cache(maxsize=1024)
+def matrices(role: RoleModel, t: int) -> tuple[Matrices, Matrices]:
+    """The matrices that every token is multiplied with, of the layers and of the head, as one of t tensor ranks has
+    them: how many there are of each (elements out, elements in). A tied table counts as the head that it is."""
+    tied = role.head == "lm" and not any(weight.name.startswith("lm_head.") for weight in role.weights)
+    layers, head = Matrices(), Matrices()
+    for weight in role.weights:
+        module = weight.name.split(".")[-2]
+        is_head = module == "lm_head" or (tied and module in ("embed_tokens", "wte"))
+        if len(weight.shape) == 2 and (is_head or module not in TABLES):
+            rows, columns = weight.local_shape(0, t)
+            (head if is_head else layers)[rows, columns] += 1
+    return layers, head
+
+
+@lru_cache(maxsize=4096)
+def held_bytes(role: RoleModel, p: int, t: int, i: int, j: int) -> int:
+    """Of the slices of pipeline stage i and tensor rank j."""
+    held = role.weights.of_stage(i, p)
+    return sum(math.prod(weight.local_shape(j, t)) * weight.item_bytes for weight in held)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from workbench.placement.generation_memory import padded
-from workbench.placement.rank_memory import ALIGNMENT, blocks_8bit
+from workbench.placement.memory import ALIGNMENT, blocks_8bit, padded
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from workbench.errors import BadInput
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Boxes
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.settings.layout import Layout
-from workbench.support.validation import one_of
 
 Sharding = Literal["replicas", "fsdp", "zero"]
-SHARDINGS = ("replicas", "fsdp", "zero")
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,6 @@ class Distribution:
     vocabulary_multiple: int = 1
 
     def __post_init__(self) -> None:
-        one_of("Distribution.sharding", self.sharding, SHARDINGS)
-        if len(self.ranks) != self.layout.size or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
-            raise BadInput(
-                f"ranks {self.ranks} for {self.layout}",
-                "a layout stands on as many different ranks as it has",
-                f"give {self.layout.size} numbers from 0 up",
-            )
         self.weights.check(self.layout.p, self.layout.t)
 
     @cached_property

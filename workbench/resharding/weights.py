@@ -74,12 +74,6 @@ class Weight:
     parts: tuple[Part, ...] = ()
     layers: tuple[int, ...] = (0,)
 
-    def __post_init__(self) -> None:
-        if self.axis is not None and sum(part.size for part in self.parts) != self.shape[self.axis]:
-            raise BadInput(f"{self.name} of shape {self.shape}", f"its parts along axis {self.axis} must make it up")
-        if self.axis not in (None, 0) and (self.axis, len(self.shape)) != (1, 2):
-            raise BadInput(f"{self.name} of shape {self.shape}, axis={self.axis}", "a matrix is cut by rows or columns")
-
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, columns) of the weight seen as a matrix; of a vector (elements, 1)."""

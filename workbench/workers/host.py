@@ -23,7 +23,7 @@ from workbench.messages.replies import Failure, Output, Reply, column_summary
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.placement.room import Room
+from workbench.placement.estimate import Room
 from workbench.placement.state import Part
 from workbench.support.machine import available_bytes, own_gpu_bytes, return_freed_memory, total_bytes
 from workbench.support.sources import SourceFile, loaded

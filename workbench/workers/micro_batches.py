@@ -21,8 +21,8 @@ from workbench.batches.contexts import contexts_of
 from workbench.engines.training.groups import Collectives
 from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.shards import Shard
+from workbench.models.logits import TokenSets
 from workbench.models.packing import to_device
-from workbench.models.token_sets import TokenSets
 
 
 def cut(

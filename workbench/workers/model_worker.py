@@ -19,8 +19,8 @@ from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.errors.plain_text import said
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
-from workbench.models.compiling import compile_layers
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
+from workbench.models.packing import compile_layers
 from workbench.models.saving import level_outside, write_model
 from workbench.models.spec import Model
 from workbench.settings.engines import Training

@@ -29,8 +29,8 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator
+from workbench.placement.estimate import MOST_TOKENS, TOKENS_STEP
 from workbench.placement.role_model import AUTOMATIC_TOKENS
-from workbench.placement.room import MOST_TOKENS, TOKENS_STEP
 from workbench.support.machine import own_gpu_bytes
 from workbench.support.validation import at_least
 from workbench.telemetry import Recorder

@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.messages.metrics import Mean, Metric, Metrics, SampleSize
 from workbench.messages.shards import Shard
-from workbench.models.token_sets import TokenSets
+from workbench.models.logits import TokenSets
 from workbench.objectives.correction import (
     Correction,
     correct,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.float32_head import Float32Head
 from workbench.models.heads import TokenLogProbs
+from workbench.models.logits import Float32Head
 from workbench.models.lora import ADAPTER, adapted_layers, merged_weight
 from workbench.settings.precision import Precision
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workbench.engines.training.base import MOMENTS, StateKind
+from workbench.engines.training.optimizers import MOMENTS, StateKind
 from workbench.errors import StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part

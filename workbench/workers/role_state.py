@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
-from workbench.engines.training.base import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
+from workbench.engines.training.optimizers import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
 from workbench.errors import StageError
 from workbench.placement import Layout
 from workbench.placement.state import Part

@@ -17,9 +17,9 @@ from workbench.batches.columns import ColumnValues, Ragged, nbytes
 from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.shards import Shard
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
+from workbench.models.logits import TokenSets
 from workbench.models.spec import Model
-from workbench.models.token_sets import TokenSets
 from workbench.settings.engines import check_untruncated
 from workbench.workers.worker import Context
 

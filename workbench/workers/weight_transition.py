@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from workbench.engines.generation import VOCABULARY_MULTIPLE, GenerationEngine
+from workbench.engines.generation import GenerationEngine
 from workbench.engines.training import TrainingEngine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.memory import VOCABULARY_MULTIPLE
 from workbench.resharding.checksums import Arrival
 from workbench.resharding.distribution import WeightShard
 from workbench.resharding.engine import ReshardingEngine

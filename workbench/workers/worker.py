@@ -12,10 +12,10 @@ import torch
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.placement.room import Room
+from workbench.placement.estimate import Room
 from workbench.settings.engines import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes

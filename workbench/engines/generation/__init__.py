@@ -14,12 +14,7 @@ from workbench.settings.engines import Generation
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "VOCABULARY_MULTIPLE", "Decoding", "Ending", "GenerationEngine", "Response", "Rollout", "make_generation_engine",
-]  # fmt: skip
-
-VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
-"""Engine -> what it rounds the vocabulary up to a multiple of, before it cuts it over its tensor ranks."""
+__all__ = ["Decoding", "Ending", "GenerationEngine", "Response", "Rollout", "make_generation_engine"]
 
 
 def make_generation_engine(
@@ -65,7 +60,7 @@ def make_generation_engine(
         autocast = dtype if dtype != torch.float32 and stored != {dtype} else None
         return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
     from workbench.models import load_causal_lm
-    from workbench.models.float32_head import compute_in_float32
+    from workbench.models.logits import compute_in_float32
 
     model = load_causal_lm(name, dtype=dtype, device=device)
     if float32_head:

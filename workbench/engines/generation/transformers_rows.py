@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from workbench.engines.generation.base import Decoding, Response
-from workbench.engines.generation.distribution import Distribution
+from workbench.engines.generation.distribution import Distribution, draw
 from workbench.engines.generation.endings import Endings
-from workbench.engines.generation.row_sampler import draw
 from workbench.settings.engines import Generation, Sampling
 
 JOIN = 8  # rows wait until an eighth of the batch is free: each forward pass of prompts holds up all others

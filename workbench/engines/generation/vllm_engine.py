@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from workbench.engines.generation.base import Decoding, GenerationEngine
 from workbench.engines.generation.endings import Endings, check_model_length, end_token_ids
 from workbench.engines.generation.vllm_adapter import give_adapter, held_adapter, request, takes_adapter
-from workbench.engines.generation.vllm_process import (
+from workbench.engines.generation.vllm_rows import VllmDecoding
+from workbench.engines.generation.vllm_start import (
     computing_threads,
     default_group_spared,
     exact_products,
     process_kept,
+    start_engine,
 )
-from workbench.engines.generation.vllm_rows import VllmDecoding
-from workbench.engines.generation.vllm_start import start_engine
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
 from workbench.errors import MissingDependency
 from workbench.models.loading import load_config

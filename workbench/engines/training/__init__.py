@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from workbench.engines.training.base import StepReport, TrainingEngine
+from workbench.engines.training.base import TrainingEngine
 from workbench.engines.training.groups import ParallelGroups
-from workbench.engines.training.passes import Pass
+from workbench.engines.training.steps import Pass, StepReport
 from workbench.models.heads import PackedModule
 from workbench.settings.engines import Training
 

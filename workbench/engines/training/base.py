@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from workbench.engines.host_memory import HostMemory, distinct_storages
-from workbench.engines.training.adamw_8bit import make_adamw_8bit, make_moments_8bit, moment_8bit
 from workbench.engines.training.groups import Collectives
-from workbench.engines.training.loss_scale import LossScale
-from workbench.engines.training.passes import Pass
+from workbench.engines.training.optimizers import MOMENTS, StateKind
+from workbench.engines.training.steps import LossScale, Pass, StepReport, learning_rate
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
 from workbench.settings.engines import Training
@@ -24,36 +24,6 @@ from workbench.telemetry import span
 
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one optimizer step did: global gradient norm before clipping, learning rate used, steps taken so far.
-
-    skipped: the norm was not finite; weights, optimizer and step count did not change. culprit: then the first weight
-    whose gradient is not finite, by transformers' names; empty where the engine does not know. loss_scale: that of this
-    step, of an engine in fp16.
-    """
-
-    grad_norm: float
-    learning_rate: float
-    steps: int
-    skipped: bool = False
-    culprit: str = ""
-    loss_scale: float | None = None
-
-
-StateKind = Literal[
-    "weights", "parameters", "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",
-    "exp_avg_scales", "exp_avg_sq_scales",
-]  # fmt: skip
-"""Kinds of state: weights that are not trained, those that are (parameters), both moments of Adam, that of Muon, both
-moments of 8-bit Adam: a code an element, and a scale a block of elements."""
-ADAM: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
-MUON: tuple[StateKind, ...] = ("momentum_buffer",)
-CODES: tuple[StateKind, ...] = ("exp_avg_codes", "exp_avg_sq_codes")
-SCALES: tuple[StateKind, ...] = ("exp_avg_scales", "exp_avg_sq_scales")
-MOMENTS: tuple[StateKind, ...] = (*ADAM, *MUON, *CODES, *SCALES)
 
 
 class TrainingEngine(ABC):
@@ -87,7 +57,6 @@ class TrainingEngine(ABC):
         """Bytes sent so far inside layers, to ranks that compute them together with this one."""
         return 0
 
-    @abstractmethod
     def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
         """One optimizer step on the sum of the losses of micro-batches, each a scalar already divided by the global
         denominator: gradients are *summed* over micro-batches and over data-parallel ranks, then clipped by the global
@@ -96,21 +65,69 @@ class TrainingEngine(ABC):
 
         When a loss raises, everything is as before the step. A step whose gradient norm is not finite is skipped.
         """
+        if self.settings is None:
+            raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
+        if not passes:
+            raise BadInput("step([])", "an optimizer step needs at least one micro-batch")
+        rate = rate_scale * learning_rate(self.settings, self.steps)
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        self.load()
+        norm, culprit = self._update(passes, rate)
+        skipped = not math.isfinite(norm)
+        self.steps += not skipped
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(finite=not skipped)
+        return StepReport(
+            grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit, loss_scale=scale
+        )
+
+    @abstractmethod
+    def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
+        """The update of a step, unless the norm of its gradient is not finite; that norm, and `StepReport.culprit`."""
 
     def retrain(self, settings: Training) -> None:
         """Step as other settings say, which differ in fields of `LIVE`."""
         self.settings = settings
 
-    @abstractmethod
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         """The full gradient of each weight that `step` would apply for these micro-batches, unclipped, by transformers'
         names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has
         changed."""
+        names = transformers_names(self.module)
+        with self._whole_gradients(passes):
+            for name, parameter in self.module.named_parameters():
+                if (gradient := self._gradient(parameter)) is not None:
+                    yield names.get(name, name), gradient
+
+    @abstractmethod
+    def _whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
+        """Inside, `_gradient` gives the gradients of these micro-batches, over all replicas."""
+
+    @abstractmethod
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Of a parameter, or of this rank's slice of it; None: it is not trained."""
 
     @abstractmethod
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
         """The norm of the gradient of each of these micro-batches, of this replica's rows alone; every rank must pass
         equally many. Afterwards, and when a loss raises, nothing has changed."""
+
+    @property
+    def _held_gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def _norm(self) -> Tensor:
+        """The global norm of the gradients in the parameters."""
+        return get_total_norm(self._held_gradients)
+
+    def _clip(self, norm: Tensor) -> None:
+        if self.settings is not None and self.settings.max_grad_norm > 0:
+            clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
+
+    def _unscale(self) -> None:
+        """From gradients of scaled losses to those of the losses, in place."""
+        if self.loss_scale is not None:
+            torch._foreach_mul_(self._held_gradients, 1 / self.loss_scale.scale)
 
     def _loss_of(self, micro: Pass) -> Tensor:
         micro.begin()
@@ -282,88 +299,6 @@ def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, froz
     return module.eval()
 
 
-def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with Muon or in 8 bits where `Training.optimizer` says so,
-    with the groups of `Training.group_of`. parameters: by transformers' names; those that are trained count."""
-    found: dict[tuple[bool, int, bool], dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            of_muon, (number, flat) = (
-                settings.is_for_muon(name, parameter.dim()),
-                settings.group_of(name, parameter.dim()),
-            )
-            new = {"params": [], "decays": not flat, "pattern": settings.pattern_of(name), "muon": of_muon}
-            found.setdefault((of_muon, number, flat), new)["params"].append(parameter)
-    groups = [found[key] for key in sorted(found)]
-    if settings.optimizer == "adamw_8bit":
-        optimizer = make_adamw_8bit(groups)
-        set_rates(optimizer, settings, settings.peak_learning_rate)
-        return optimizer
-    adamw, muon = ([group for group in groups if group["muon"] is which] for which in (False, True))
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, fused=True)] if adamw else []
-    if muon:
-        made.append(torch.optim.Muon(muon, adjust_lr_fn="match_rms_adamw"))
-    optimizer = made[0] if len(made) == 1 else Together(made)
-    set_rates(optimizer, settings, settings.peak_learning_rate)
-    return optimizer
-
-
-class Together(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, as one."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._parts = parts
-        for part in parts:  # the groups and the state are those of all
-            part.state = self.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of each."""
-        for part in self._parts:
-            part.step()
-
-
-def set_rates(optimizer: torch.optim.Optimizer, settings: Training, rate: float) -> None:
-    """Have the optimizer's next step use these settings. rate: of the schedule."""
-    for group in optimizer.param_groups:
-        decay = settings.weight_decay if group["decays"] else 0.0
-        factor = settings.rates[group["pattern"]] if settings.rates and group["pattern"] else 1.0
-        group.update(lr=rate * factor, weight_decay=decay)
-        if not group["muon"]:
-            group.update(betas=settings.betas, eps=settings.eps)
-
-
-def make_moments(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], make: Callable[..., Tensor] = torch.zeros_like
-) -> None:
-    """Make an optimizer's moments before its first step, as zeros. make: `torch.empty_like` where all of them are about
-    to be written, so that their memory is touched once."""
-    if hasattr(optimizer, "init_state"):
-        make_moments_8bit(optimizer)
-        return
-    of_muon = {p for group in optimizer.param_groups if group["muon"] for p in group["params"]}
-    for parameter in parameters:
-        kinds = MUON if parameter in of_muon else ADAM
-        state = {name: make(parameter, memory_format=torch.preserve_format) for name in kinds}
-        steps = {} if parameter in of_muon else {"step": torch.zeros((), device=parameter.device)}
-        optimizer.state[parameter] = {**steps, **state}
-
-
-def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of AdamW, where it has moments."""
-    for entry in optimizer.state.values():
-        if isinstance(entry.get("step"), Tensor):
-            entry["step"].fill_(steps)
-        elif "step" in entry:  # Muon has none
-            entry["step"] = steps
-
-
-def moment_of(entry: Mapping[str, Any], kind: StateKind) -> Tensor | None:
-    """A moment in an optimizer's state of a parameter; None where that has others."""
-    found: Tensor | None = moment_8bit(entry, kind) if "state1" in entry else entry.get(kind)
-    return found
-
-
 def transformers_names(module: nn.Module) -> dict[str, str]:
     """Parameter name in `module` -> transformers' name: the module's own `weight_names()`, else the same name."""
     own = getattr(module, "weight_names", None)
@@ -417,9 +352,3 @@ def require_equal_parameters(module: nn.Module, communicator: Collectives) -> No
             "data-parallel ranks start from equal weights",
             "load the model from the same folder, and seed new heads alike, on every rank",
         )
-
-
-def require_passes(passes: Sequence[Pass]) -> None:
-    """Raise `BadInput` for an optimizer step without a micro-batch."""
-    if not passes:
-        raise BadInput("step([])", "an optimizer step needs at least one micro-batch")

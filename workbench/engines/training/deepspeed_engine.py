@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from workbench.engines.training.base import (
-    ADAM,
-    MOMENTS,
-    StateKind,
-    StepReport,
     TrainingEngine,
-    make_moments,
-    make_optimizer,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
-    require_passes,
-    set_optimizer_steps,
-    set_rates,
     state_names,
     transformers_names,
 )
-from workbench.engines.training.deepspeed_setup import forget_stale_groups, import_deepspeed
 from workbench.engines.training.groups import Collectives
-from workbench.engines.training.loss_scale import LossScale, finite_gradients
-from workbench.engines.training.passes import Pass
-from workbench.engines.training.schedule import learning_rate
-from workbench.errors import BadInput
+from workbench.engines.training.optimizers import (
+    ADAM,
+    MOMENTS,
+    StateKind,
+    make_moments,
+    make_optimizer,
+    set_optimizer_steps,
+    set_rates,
+)
+from workbench.engines.training.steps import LossScale, Pass, finite_gradients
+from workbench.errors import BadInput, MissingDependency
+from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.engines import Training
+from workbench.support.descriptors import quiet_stderr
 from workbench.telemetry import span
-
-# Elements of gradients that DeepSpeed reduces in one call; its own default reserves 2 GB for them.
-BUCKET_ELEMENTS = 50_000_000
 
 
 class DeepSpeedEngine(TrainingEngine):
@@ -52,7 +48,7 @@ class DeepSpeedEngine(TrainingEngine):
     accumulated and reduced in fp32.
 
     `offload` moves storages without DeepSpeed, whose own `offload_states` leaves out stage 0, stage 1 in bfloat16, and
-    at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of BUCKET_ELEMENTS stays on the device.
+    at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of `BUCKET_ELEMENTS` stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
     that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole. Raises
@@ -82,12 +78,12 @@ class DeepSpeedEngine(TrainingEngine):
         environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
         for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
             os.environ.setdefault(name, str(value))
-        deepspeed = import_deepspeed()
+        deepspeed = _import_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         self.module = place(module, device, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
-        forget_stale_groups()
+        _forget_stale_groups()
         self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
         if settings.activation_checkpointing:
             recompute_activations(module)
@@ -124,6 +120,7 @@ class DeepSpeedEngine(TrainingEngine):
         return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
 
     def _config(self) -> dict[str, Any]:
+        bucket = BUCKET_ELEMENTS["zero"]  # its own default reserves 2 GB
         return {
             # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
             "train_micro_batch_size_per_gpu": 1,
@@ -136,8 +133,8 @@ class DeepSpeedEngine(TrainingEngine):
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": self._stage,
-                "reduce_bucket_size": min(BUCKET_ELEMENTS, self._trained_elements()),
-                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": min(bucket, self._trained_elements()),
+                "allgather_bucket_size": bucket,
             },
         }
 
@@ -147,51 +144,33 @@ class DeepSpeedEngine(TrainingEngine):
         with torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled):
             return self._engine(**inputs)
 
-    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
-        rate = rate_scale * learning_rate(self.settings, self.steps)
-        scale = None if self.loss_scale is None else self.loss_scale.scale
+    def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
         set_rates(self._engine.optimizer, self.settings, rate)
-        self.load()
         try:
             self._backward(passes)
             with span("optimizer"):
-                norm = self._step_without_zero() if self._stage == 0 else self._step_with_zero()
+                return self._step_without_zero() if self._stage == 0 else self._step_with_zero(), ""
         except BaseException:
             self._drop_gradients()
             raise
-        skipped = not torch.isfinite(torch.tensor(norm)).item()
-        self.steps += not skipped
-        if self.loss_scale is not None:
-            self.loss_scale.after_step(finite=not skipped)
-        return StepReport(grad_norm=norm, learning_rate=rate, steps=self.steps, skipped=skipped, loss_scale=scale)
 
     def retrain(self, settings: Training) -> None:
         super().retrain(settings)
         if self._stage > 0:  # without ZeRO `step` clips
             self._engine.optimizer.clip_grad = settings.max_grad_norm
 
-    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        names = transformers_names(self.module)
-        with self._whole_gradients(passes):
-            for name, parameter in self.module.named_parameters():
-                gradient = self._gradient(parameter) if parameter.requires_grad else None
-                if gradient is not None:
-                    yield names.get(name, name), gradient
-
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
         norms: list[float] = []
         for micro in passes:
             for replica in range(self._world_size):  # DeepSpeed sums over the replicas: one at a time has a loss
                 mine = replica == self._rank
-                alone = micro if mine else replace(micro, loss=partial(_nothing_of, micro.loss))
+                alone = micro if mine else micro.times(0.0)
                 squares = sum(float(gradient.double().square().sum()) for _, gradient in self.gradients([alone]))
                 if mine:
                     norms.append(squares**0.5)
         return norms
 
     def _whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
-        """Inside, `_gradient` gives the gradients of these micro-batches."""
-
         def compute() -> bool:
             self.load()
             self._backward(passes)
@@ -200,22 +179,20 @@ class DeepSpeedEngine(TrainingEngine):
         return finite_gradients(self.loss_scale, compute, self._drop_gradients)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Of a parameter, or of this rank's slice of it, over all replicas."""
         from deepspeed.utils import safe_get_full_grad
 
-        gradient: Tensor | None = safe_get_full_grad(parameter)
+        gradient: Tensor | None = safe_get_full_grad(parameter) if parameter.requires_grad else None
         return gradient if self.loss_scale is None or gradient is None else gradient.float() / self.loss_scale.scale
 
     def _all_finite(self) -> bool:
         """Whether all gradients are finite, on all ranks."""
-        trained = [self._gradient(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
-        finite = all(bool(gradient.isfinite().all()) for gradient in trained if gradient is not None)
+        gradients = [self._gradient(parameter) for parameter in self.module.parameters()]  # all: ranks gather them
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         flag = torch.tensor(float(finite), device=self._device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
         return bool(flag)
 
     def _backward(self, passes: Sequence[Pass]) -> None:
-        require_passes(passes)
         self._use_own_groups()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         if self._stage > 0 and self.loss_scale is not None:
@@ -233,21 +210,13 @@ class DeepSpeedEngine(TrainingEngine):
         return float(self._engine.get_global_grad_norm())
 
     def _step_without_zero(self) -> float:
-        if self.loss_scale is not None:
-            torch._foreach_mul_(
-                [p.grad for p in self.module.parameters() if p.grad is not None], 1 / self.loss_scale.scale
-            )
+        self._unscale()
         norm = self._norm()
         if torch.isfinite(norm):
-            if self.settings.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
+            self._clip(norm)
             self._engine.step()
         release_gradients(self.module)
         return float(norm)
-
-    def _norm(self) -> Tensor:
-        """The global norm of the gradients in the parameters."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def _drop_gradients(self) -> None:
         """Drop what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
@@ -372,13 +341,9 @@ class DeepSpeedEngine(TrainingEngine):
         moments = [t for entry in adam.state.values() for t in entry.values() if isinstance(t, Tensor)]
         return {
             "parameters": [*parameters, *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))],
-            "gradients": [*(p.grad for p in parameters if p.grad is not None), *accumulated, *buffers],
+            "gradients": [*self._held_gradients, *accumulated, *buffers],
             "optimizer": [*masters, *moments],  # in fp32 the masters may be the weights themselves
         }
-
-
-def _nothing_of(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
-    return loss(output) * 0.0
 
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
@@ -394,3 +359,37 @@ def _attributes(owner: Any, *names: str) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             waiting.extend(value)
     return tensors
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, which says nothing unasked. Raises `MissingDependency` where it is not installed."""
+    try:
+        with span("import", note="importing DeepSpeed"):
+            import deepspeed
+    except ImportError as error:
+        raise MissingDependency(
+            "deepspeed is not installed", "Training.engine='deepspeed' needs it", "install it or take engine='torch'"
+        ) from error
+    from deepspeed.runtime import bf16_optimizer
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # DeepSpeed's collectives have not followed torch's renaming; its bf16 optimizer prints memory use unasked.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    bf16_optimizer.see_memory_usage = lambda message, force=False: None
+    # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
+    # Asked for the first time, the table tries to link libraries of other operators, and the linker complains.
+    with quiet_stderr():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _forget_stale_groups() -> None:
+    """Drop DeepSpeed's clone of the default process group, made once a process, where that group has ended with an
+    inline workbench that was closed."""
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP is not None:
+        try:
+            torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
+        except ValueError:  # not registered any more
+            groups._WORLD_GROUP = None

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.groups import ParallelGroups
-from workbench.engines.training.model_shard import shard_model
-from workbench.engines.training.passes import Pass
-from workbench.engines.training.sharded_engine import ShardedEngine
+from workbench.engines.training.model_shard import ShardedEngine, shard_model
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.settings.engines import Training
@@ -55,17 +50,6 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
             get_data_parallel_rank=lambda: groups.data.rank,
         )
         super().__init__(module, settings, groups.data, device=device, dtype=dtype, model_parallel=ranks)
-
-    def _norm(self) -> Tensor:
-        return self._global_norm(lambda parameter: cast(Tensor, parameter.grad))
-
-    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        with self._whole_gradients(passes):
-            for weight in self._shard.weights:
-                yield (
-                    weight.name,
-                    self._whole(weight, cast(Tensor, self._gradient(self._shard.held[weight.name])).float()),
-                )
 
 
 def check_deepspeed_layout(layout: Layout, settings: Training) -> None:

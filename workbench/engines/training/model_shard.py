@@ -1,19 +1,23 @@
-"""Reduce a loaded model to the shard that one rank of a layout (p, t, d) holds."""
+"""A loaded model reduced to the shard that one rank of a layout (p, t, d) holds, and what engines of such shards share:
+whole weights gathered from slices, the norm of sliced gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from workbench.engines.training.base import transformers_names
+from workbench.engines.training.base import TrainingEngine, transformers_names
 from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.pipeline import Pipeline
+from workbench.engines.training.steps import Pass
 from workbench.errors import BadInput
-from workbench.models.float32_head import Float32Head
 from workbench.models.heads import PackedModule, TokenValues
+from workbench.models.logits import Float32Head
 from workbench.models.tensor_parallel import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
@@ -197,3 +201,91 @@ def _drop_other_stages(module: PackedModule, weights: ModelWeights, groups: Para
             module.score = StagePlaceholder()  # type: ignore[assignment]
         else:
             module.model.lm_head = StagePlaceholder()  # type: ignore[union-attr]
+
+
+class ShardedEngine(TrainingEngine):
+    """Each rank holds `_shard.held`, slices of the weights of its stage."""
+
+    _groups: ParallelGroups
+    _shard: ModelShard
+    _device: torch.device
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return self._shard.held
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._groups.moved_bytes
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+        raise BadInput("gathered() of a parameter that is sliced", "a rank holds a slice of it", "use named_weights()")
+
+    def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole_weights(self._stored)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole_weights(self._dtype)
+
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._shard.held.items():
+            yield name, parameter.detach()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {weight.name: weight.shape for weight in self._shard.weights}
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return next(iter(self._shard.held.values())).dtype
+
+    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
+        with self._whole_gradients(passes):
+            for weight in self._shard.weights:
+                held = self._shard.held.get(weight.name)
+                part = None if held is None else cast(Tensor, self._gradient(held)).float()
+                yield weight.name, self._whole(weight, part)
+
+    def _on_two_stages(self) -> list[Weight]:
+        """The weights of this stage that another stage holds too: a tied embedding."""
+        weights, p = self._shard.weights, self._groups.layout.p
+        return [w for w in weights.of_stage(self._groups.pipeline.rank, p) if len(weights.stages(w, p)) > 1]
+
+    @torch.no_grad()
+    def _norm(self) -> Tensor:
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        elsewhere = {weight.name for weight in self._on_two_stages()} if not self._groups.first else set()
+        for weight in self._shard.weights.of_stage(self._groups.pipeline.rank, self._groups.layout.p):
+            mine = weight.axis is not None or self._groups.tensor.rank == 0
+            if mine and weight.name not in elsewhere:
+                squares += torch.linalg.vector_norm(gradient_of(self._shard.held[weight.name])).double().square()
+        return self._groups.pipeline.all_reduce(self._groups.tensor.all_reduce(squares)).sqrt().float()
+
+    def _whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for weight in self._shard.weights:
+            held = self._shard.held.get(weight.name)
+            yield weight.name, self._whole(weight, None if held is None else held.detach().to(dtype), dtype)
+
+    @torch.no_grad()
+    def _whole(self, weight: Weight, held: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole weight on all ranks, from each rank's part: gathered in the tensor group of the first stage that
+        has it, then broadcast to the other stages."""
+        groups, t = self._groups, self._groups.layout.t
+        source = self._shard.weights.stages(weight, groups.layout.p)[0]
+        whole = torch.empty(weight.shape, dtype=dtype, device=self._device)
+        if groups.pipeline.rank == source:
+            assert held is not None
+            if weight.axis is None or t == 1:
+                whole = held
+            else:
+                parts = groups.tensor.all_gather(held.movedim(weight.axis, 0).contiguous())
+                for j, part in enumerate(parts):
+                    begin = 0
+                    for start, stop in weight.intervals(j, t):
+                        piece = part[begin : begin + stop - start].movedim(0, weight.axis)
+                        whole.narrow(weight.axis, start, stop - start).copy_(piece)
+                        begin += stop - start
+        return groups.pipeline.broadcast(whole, source)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.training.groups import ParallelGroups
-from workbench.engines.training.passes import Pass
+from workbench.engines.training.steps import Pass
 from workbench.models.heads import PackedModule
 
 OF_BACKBONE = ("input_ids", "lengths", "after")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workbench.engines.training.groups import ParallelGroups
-from workbench.engines.training.model_shard import shard_model
-from workbench.engines.training.passes import Pass
+from workbench.engines.training.model_shard import ShardedEngine, gradient_of, shard_model
 from workbench.engines.training.pipeline import Pipeline
-from workbench.engines.training.sharded_engine import ShardedEngine
+from workbench.engines.training.steps import Pass
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
@@ -60,33 +59,19 @@ class Torch3DEngine(ShardedEngine, TorchEngine):
         return self._groups.pipeline.broadcast(output.contiguous(), self._groups.layout.p - 1)
 
     def _backward(self, passes: Sequence[Pass]) -> None:
-        if self._groups.layout.p == 1 or not passes:
+        if self._groups.layout.p == 1:
             super()._backward(passes)
         else:
             self._pipeline.step(passes)
 
     @torch.no_grad()
-    def _summed_gradients(self, over_replicas: bool = True) -> list[Tensor]:
-        gradients, shard, groups = super()._summed_gradients(over_replicas), self._shard, self._groups
+    def _sum_gradients(self, over_replicas: bool = True) -> None:
+        super()._sum_gradients(over_replicas)
+        shard, groups = self._shard, self._groups
         for name in sorted(shard.partial & shard.held.keys()):
-            groups.tensor.all_reduce(_gradient(shard.held[name]))
+            groups.tensor.all_reduce(gradient_of(shard.held[name]))
         for weight in self._on_two_stages():
-            mine = _gradient(shard.held[weight.name])
+            mine = gradient_of(shard.held[weight.name])
             theirs, other = torch.empty_like(mine), groups.layout.p - 1 - groups.pipeline.rank
             groups.pipeline.exchange([(other, mine)], [(other, theirs)])
             mine += theirs
-        return gradients
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        return self._global_norm(_gradient)
-
-    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        held = self._shard.held
-        with self._whole_gradients(passes):
-            for weight in self._shard.weights:
-                yield weight.name, self._whole(weight, held[weight.name].grad if weight.name in held else None)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

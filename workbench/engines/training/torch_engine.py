@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workbench.engines.training.base import (
-    MOMENTS,
-    StateKind,
-    StepReport,
     TrainingEngine,
-    make_moments,
-    make_optimizer,
-    moment_of,
     place,
     recompute_activations,
     release_gradients,
     require_equal_parameters,
-    require_passes,
-    set_optimizer_steps,
-    set_rates,
     transformers_names,
 )
 from workbench.engines.training.groups import Collectives
-from workbench.engines.training.loss_scale import LossScale, finite_gradients
-from workbench.engines.training.passes import Pass
-from workbench.engines.training.schedule import learning_rate
-from workbench.errors import BadInput
+from workbench.engines.training.optimizers import (
+    MOMENTS,
+    StateKind,
+    make_moments,
+    make_optimizer,
+    moment_of,
+    set_optimizer_steps,
+    set_rates,
+)
+from workbench.engines.training.steps import LossScale, Pass, finite_gradients
+from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.engines import Training
 from workbench.telemetry import span
-
-# Elements of gradients summed over the ranks in one call: few calls, 100 MB of extra memory.
-BUCKET_ELEMENTS = 25_000_000
 
 
 class TorchEngine(TrainingEngine):
@@ -78,51 +72,27 @@ class TorchEngine(TrainingEngine):
         enabled = self._optimizer is not None and self._dtype != torch.float32
         return torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled)
 
-    def step(self, passes: Sequence[Pass], rate_scale: float = 1.0) -> StepReport:
-        if self.settings is None or self._optimizer is None:
-            raise BadInput("step() on a module that is not trained", "a trained module has settings", "give Training()")
-        rate = rate_scale * learning_rate(self.settings, self.steps)
-        scale = None if self.loss_scale is None else self.loss_scale.scale
-        self.load()
+    def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
+        assert self.settings is not None and self._optimizer is not None
         try:
             self._backward(self._scaled(passes))
-            norm = self._norm(self._unscaled(self._summed_gradients()))
-            skipped, culprit = not bool(torch.isfinite(norm)), ""
-            if skipped:
-                culprit = self._not_finite()
-            else:
-                if self.settings.max_grad_norm > 0:
-                    torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.settings.max_grad_norm, norm)
-                set_rates(self._optimizer, self.settings, rate)
-                with span("optimizer"):
-                    self._optimizer.step()
-                self.steps += 1
-            if self.loss_scale is not None:
-                self.loss_scale.after_step(finite=not skipped)
+            self._sum_gradients()
+            self._unscale()
+            norm = self._norm()
+            if not torch.isfinite(norm):
+                return float(norm), self._not_finite()
+            self._clip(norm)
+            set_rates(self._optimizer, self.settings, rate)
+            with span("optimizer"):
+                self._optimizer.step()
+            return float(norm), ""
         finally:
             release_gradients(self.module)
-        return StepReport(
-            grad_norm=float(norm), learning_rate=rate, steps=self.steps, skipped=skipped, culprit=culprit,
-            loss_scale=scale,
-        )  # fmt: skip
 
     def _scaled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
         """The same with scaled losses, in fp16."""
-        if self.loss_scale is None:
-            return passes
-        scale = self.loss_scale.scale
-
-        def scaled(micro: Pass) -> Pass:
-            return replace(micro, loss=lambda output: micro.loss(output) * scale)
-
-        return [scaled(micro) for micro in passes]
-
-    @torch.no_grad()
-    def _unscaled(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients of the losses, in place, from those of scaled ones."""
-        if self.loss_scale is not None:
-            torch._foreach_mul_(gradients, 1 / self.loss_scale.scale)
-        return gradients
+        scale = self.loss_scale
+        return passes if scale is None else [micro.times(scale.scale) for micro in passes]
 
     def _not_finite(self) -> str:
         names = transformers_names(self.module)
@@ -131,21 +101,16 @@ class TorchEngine(TrainingEngine):
                 return names.get(name, name)
         return ""
 
-    def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        names = transformers_names(self.module)
-        with self._whole_gradients(passes):
-            for name, parameter in self.module.named_parameters():
-                if parameter.grad is not None:
-                    yield names.get(name, name), parameter.grad
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter.grad
 
     def _whole_gradients(self, passes: Sequence[Pass], over_replicas: bool = True) -> AbstractContextManager[None]:
-        """Inside, the parameters have the gradients of these micro-batches; over_replicas: of all replicas."""
-
         def compute() -> bool:
             self.load("parameters", "gradients")
             self._backward(self._scaled(passes))
-            gradients = self._unscaled(self._summed_gradients(over_replicas))
-            return self.loss_scale is None or bool(self._norm(gradients).isfinite())
+            self._sum_gradients(over_replicas)
+            self._unscale()
+            return self.loss_scale is None or bool(self._norm().isfinite())
 
         return finite_gradients(self.loss_scale, compute, lambda: release_gradients(self.module))
 
@@ -153,39 +118,27 @@ class TorchEngine(TrainingEngine):
         norms: list[float] = []
         for micro in passes:
             with self._whole_gradients([micro], over_replicas=False):
-                norms.append(float(self._norm(self._trained_gradients())))
+                norms.append(float(self._norm()))
         return norms
 
     def _backward(self, passes: Sequence[Pass]) -> None:
-        require_passes(passes)
         for micro in passes:
             value = self._loss_of(micro)
             with self._pass_span("backward"):
                 value.backward()
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients)
-
-    def _trained_gradients(self) -> list[Tensor]:
-        """The gradients of all trained parameters: zeros where no micro-batch of this rank used one."""
-        gradients = []
-        for parameter in self.module.parameters():
-            if not parameter.requires_grad:
-                continue
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(parameter.grad)
-        return gradients
-
     @torch.no_grad()
-    def _summed_gradients(self, over_replicas: bool = True) -> list[Tensor]:
-        """The gradients of all trained parameters, summed in place over the ranks that have parts of them."""
-        gradients = self._trained_gradients()
+    def _sum_gradients(self, over_replicas: bool = True) -> None:
+        """Sum the gradients of all trained parameters, in place, over the ranks that have parts of them: zeros where no
+        micro-batch of this rank used one."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         if over_replicas and self._communicator.world_size > 1:
-            for bucket in _buckets(gradients):
+            for bucket in _buckets(self._held_gradients):
                 flat = self._communicator.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
                 for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(total.view_as(gradient))
-        return gradients
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -222,19 +175,19 @@ class TorchEngine(TrainingEngine):
         kept = [] if self._optimizer is None else self._optimizer.state.values()
         return {
             "parameters": [*parameters],
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "gradients": self._held_gradients,
             "optimizer": [t for entry in kept for t in entry.values() if isinstance(t, Tensor)],
         }
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors in groups of about BUCKET_ELEMENTS elements."""
+    """Consecutive tensors in groups of about `BUCKET_ELEMENTS` elements, of which a call sums one over the ranks."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
         bucket.append(tensor)
         elements += tensor.numel()
-        if elements >= BUCKET_ELEMENTS:
+        if elements >= BUCKET_ELEMENTS["torch"]:
             yield bucket
             bucket, elements = [], 0
     if bucket:

@@ -24,7 +24,7 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.models.limits import Limits
+from workbench.models.loading import Limits
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation

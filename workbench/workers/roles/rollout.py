@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from workbench.engines.generation import VOCABULARY_MULTIPLE
 from workbench.errors import BadInput, SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
@@ -14,6 +13,7 @@ from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_config, load_tokenizer
 from workbench.models.spec import Model
 from workbench.placement import Layout
+from workbench.placement.memory import VOCABULARY_MULTIPLE
 from workbench.resharding.checksums import Arrival
 from workbench.resharding.plan import Reshard
 from workbench.telemetry.syncs import OpenSync

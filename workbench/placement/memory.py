@@ -1,20 +1,25 @@
 """The memory of one rank of a role, to the byte where engines leave no choice. Pure: nothing is loaded.
 
-`tests/placement/test_memory.py` compares it with live engines.
+    rank_memory        the bytes of one rank, by use: `RankMemory`
+    activation_bytes   what a pass needs beside weights and gradients
+    engine_bytes       what a generation engine holds
+
+`tests/placement/test_memory.py` compares it with live engines, `benchmarks/memory.py` with torch's allocators: the peak
+within 10 %.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.placement.activations import activation_bytes
-from workbench.placement.generation_memory import engine_bytes, kv_elements_per_token, padded, working_bytes
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
 from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
 
+GIB, FP32 = 2**30, 4
 # DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.
 ALIGNMENT = 2
 # ZeRO-3 keeps a weight of at most so many elements whole on every rank, once it has run.
@@ -32,6 +37,20 @@ MUON_BYTES = 4 + 4 * 2
 # bitsandbytes: elements of a block, both tables of 256 fp32 values; on a CPU a step has both moments, the gradient and
 # the weight once more in fp32, and what they are quantized from.
 BLOCK_8BIT, TABLES_8BIT_BYTES, EXTRA_8BIT_BYTES = 256, 2 * 256 * 4, 6 * 4
+# Rows of logits that live at the same time (`workbench.models.heads.ROWS_PER_CALL`). In fp32 there are two copies of
+# them, three with entropies, which updates and scoring report; of a bfloat16 model also what its head gave. A head that
+# computes in fp32 has copies of its weights and of the hidden states in fp32, and gives one more copy of the logits.
+LOGIT_ROWS = 512
+# What generation engines round the vocabulary up to a multiple of.
+VOCABULARY_MULTIPLE = {"transformers": 1, "vllm": 64}
+# Tokens of vLLM's cache are kept in blocks of so many, of which one stays empty.
+BLOCK_TOKENS = 16
+# Most tokens that vLLM puts through the model at once on a GPU, beside rows that it decodes.
+STEP_TOKENS = 8192
+# Copies of logits, in fp32, that it samples from, and rows of a prompt that it scores at once.
+LOGIT_COPIES, SCORED_ROWS = 3, 1024
+# Its CUDA graphs.
+GRAPHS_BYTES = GIB // 2
 
 LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
 PASSING = ("gradients", "activations")
@@ -135,8 +154,8 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
     generation_weights, generation_kv_cache = engine_bytes(role, layout, stage, rank, cache_bytes)
     decoding = 0
     if role.generation is not None and role.generation.engine == "transformers":  # its cache lives while it decodes
-        rows = role.generation.rows_at_once(on_gpu=False) * role.generation.max_model_tokens
-        decoding = rows * kv_elements_per_token(role) * role.frozen_bytes
+        rows = role.generation.rows_at_once(on_gpu=False)
+        decoding = rows * role.generation.max_model_tokens * role.kv_bytes_per_token
     elif role.generation is not None and cache_bytes is not None:
         decoding = working_bytes(role)
     unmapped = total and not (stage or role.adapter)  # what is trained is written to; ZeRO copies what it shards
@@ -204,3 +223,108 @@ def _overlapping(sizes: Sequence[int], k: int, replicas: int) -> int:
             found += size
         start += size
     return found
+
+
+def activation_bytes(role: RoleModel, layout: Layout, rank: int) -> int:
+    """Bytes that a rank needs for a pass of `role.tokens_bound` tokens: what a forward pass keeps for the backward pass
+    of a trained role and the largest step of that, else the largest step of a forward pass.
+
+    For each token, a decoder layer of hidden size h, with q and k = v elements of queries and keys and f of its MLP,
+    keeps the inputs of matrix products, attention and the MLP's gate (4 f + 3 q + 2 k), and for its two norms and what
+    reads them 6 h in fp32; under autocast 4 h in fp32 and a bfloat16 copy for each of 5 products; of bfloat16 weights
+    2 h in fp32 and 4 h in bfloat16. A tensor rank has 1/t of q, k and f; stage i of p pipeline stages has its layers'
+    for the p - i micro-batches that are under way there. Recomputed activations are h for each layer and all of one.
+    The step is the backward pass of an MLP, 2 f and 3 h, or that of the head; forward, 3 f and 4 h. Under autocast
+    bfloat16 copies of the weights come on top.
+    """
+    tokens, hidden, inner, item = role.tokens_bound, role.hidden, role.inner, role.frozen_bytes
+    _, stage, _ = layout.coordinates(rank)
+    autocast = role.trained and role.stored_bytes > item
+    stream = FP32 if autocast else item  # of an element that goes from layer to layer
+    if autocast:
+        norms = 4 * FP32 + 5 * item
+    else:
+        norms = 6 * FP32 if item == FP32 else 2 * FP32 + 4 * item
+    layer = tokens * (norms * hidden + (4 * inner + 3 * role.queries + 2 * role.keys) / layout.t * item)
+    layers = -(-role.layers // layout.p)
+    in_flight = layout.p - stage
+    head = 0.0
+    if role.head == "lm" and stage == layout.p - 1:
+        vocabulary = role.vocabulary / layout.t
+        rows, in_fp32 = min(LOGIT_ROWS, tokens), role.training.head_dtype == "float32"
+        of_head = 0 if item == FP32 else FP32 if in_fp32 else item
+        head = rows * vocabulary * (FP32 * (3 if role.trained else 2) + of_head)
+        if in_fp32 and (role.stored_bytes if role.trained and role.adapter is None else item) < FP32:
+            head += vocabulary * hidden * FP32
+        if role.trained and role.adapter is None:
+            head += vocabulary * hidden * FP32  # one call's gradient of the table, before it is added
+    if not role.trained:
+        return int(max(tokens * (3 * inner / layout.t + 4 * hidden + 2 * role.head_dim) * item, head))
+    step = tokens * (2 * inner / layout.t * item + 3 * hidden * stream)
+    head += 3 * tokens * hidden * FP32  # the last norm, and the hidden states that are read
+    if role.training.activation_checkpointing:
+        kept, step = float(layers * tokens * hidden * stream * in_flight), step + layer
+    else:
+        kept = layers * layer * in_flight
+    copies = role.weights.nbytes / (layout.p * layout.t) if autocast else 0.0
+    return int(kept + max(step, head) + copies)
+
+
+def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_bytes: int | None) -> tuple[int, int]:
+    """(weights, key-value cache) of the generation engine of a rank.
+
+    stage: of ZeRO, which trains. cache_bytes: the cache of a GPU; None: on a CPU host the settings say it.
+    """
+    settings = role.generation
+    if settings is None:
+        return 0, 0
+    if settings.engine == "transformers":
+        # with whole weights it samples from the trainer's module
+        own = role.samples_only or stage == 3 or layout.p * layout.t > 1
+        return (role.weights.nbytes if own else 0), 0
+    weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=cache_bytes is None)
+    return weights, int(settings.kv_cache_gib * GIB) if cache_bytes is None else cache_bytes
+
+
+def row_bytes(role: RoleModel) -> int:
+    """Most bytes of one sequence in vLLM's cache on a rank."""
+    assert role.generation is not None
+    ranks = min(role.generation.tensor_parallel_size, role.key_heads)
+    return padded(role.generation.max_model_tokens + 1, BLOCK_TOKENS) * role.kv_bytes_per_token // ranks
+
+
+def useful_cache_bytes(role: RoleModel) -> int:
+    """A cache with room for all rows that vLLM decodes at the same time; 0 for an engine without one."""
+    if role.generation is None or role.generation.engine != "vllm":
+        return 0
+    return (role.generation.rows_at_once(on_gpu=True) + 1) * row_bytes(role)
+
+
+def working_bytes(role: RoleModel) -> int:
+    """A bound of vLLM's memory on a GPU beside weights and cache: a step's activations, logits, the state of its
+    sampler, CUDA graphs."""
+    assert role.generation is not None
+    ranks, rows = role.generation.tensor_parallel_size, role.generation.rows_at_once(on_gpu=True)
+    step = STEP_TOKENS * (6 * role.hidden + 3 * role.inner // ranks) * role.frozen_bytes
+    logits = (max(rows, SCORED_ROWS) * LOGIT_COPIES + rows) * role.vocabulary * FP32
+    return step + logits + GRAPHS_BYTES
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def vllm_weight_bytes(role: RoleModel, j: int, *, on_cpu: bool) -> int:
+    """Weights of tensor rank j of vLLM: slices, the vocabulary padded to equal ones. On a CPU embedding and head exist
+    twice, also packed for products; where they are tied, each is packed."""
+    assert role.generation is not None
+    t, multiple, total = role.generation.tensor_parallel_size, VOCABULARY_MULTIPLE["vllm"], 0
+    tied = not any(weight.name.startswith("lm_head.") for weight in role.weights)
+    for weight in role.weights:
+        if weight.name.rpartition(".")[0].rpartition(".")[2] in ("embed_tokens", "lm_head"):
+            rows = padded(padded(weight.shape[0], multiple), t) // t
+            copies = (3 if tied else 2) if on_cpu else 1
+            total += rows * (weight.numel // weight.shape[0]) * copies
+        else:
+            total += math.prod(weight.local_shape(j, t))
+    return total * role.frozen_bytes
