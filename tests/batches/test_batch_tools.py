@@ -17,9 +17,9 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches import files
-from workbench.batches.carrier import carry, to_wire
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Location, ShardId
+from workbench.batches.wire import to_wire
 from workbench.errors import BadInput, NotFound, UnknownColumn
 from workbench.messages.calls import Call, HostInfo
 from workbench.messages.replies import Output
@@ -189,7 +189,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
             "reader", Reader, wb.Model(TINY), layout=Layout(d=2), seed=0, tokenizer_name=TINY, folder="."
         )
         hosts[info.name].put(
-            "k", to_wire(carry({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)}))
+            "k", to_wire({"old": torch.arange(3) + 10 * rank, "ids": Ragged.of([[rank]] * 3, torch.int64)})
         )
     rows = [(ShardId("p-0", "k"), np.array([0, 2, 4])), (ShardId("p-1", "k"), np.array([1, 3, 5]))]
     location = Location.of_parts(rows)
@@ -380,7 +380,7 @@ def test_a_column_is_fetched_in_pieces(
     lab.load(path)
     groups = [args[1] for method, args in asked if method == "put"]
     assert len(groups) >= 10
-    assert max(part[1].nbytes for group in groups for _, *parts in group.values() for part in parts) <= 8_000
+    assert max(array.nbytes for group in groups for _, array in group.values()) <= 8_000
 
 
 def test_a_save_that_fails_leaves_what_was_there(lab: wb.Workbench, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batches.carrier import carry, columns_of, under_names
 from workbench.batches.location import Location, ShardId
 
 
@@ -85,6 +84,4 @@ def test_a_column_renamed_twice_is_kept_under_its_first_name() -> None:
     location = Location.of_parts([(ShardId("a", "1"), np.arange(2))]).kept_as("first").kept_as("second")
     (pull,) = location.pulls(np.arange(2))
     assert pull.kept(("third", "fourth")) == ("first",)
-    kept = carry({"first": [1, 2]})
-    assert columns_of(under_names(pull, kept, ("third", "fourth"))) == {"third": [1, 2], "fourth": [1, 2]}
-    assert columns_of(kept) == {"first": [1, 2]}
+    assert pull.named({"first": [1, 2]}, ("third", "fourth")) == {"third": [1, 2], "fourth": [1, 2]}

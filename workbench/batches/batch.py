@@ -16,7 +16,6 @@ import numpy as np
 
 from workbench.batches import files
 from workbench.batches.batch_tools import BatchTools, rows_of
-from workbench.batches.carrier import carry, columns_of
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
 from workbench.batches.schema import SCHEMA, TOKEN_COLUMNS
@@ -299,13 +298,15 @@ class Batch(BatchTools):
         names = list(self.names if columns is None else columns)
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
-        return columns_of(self._source.pull(self.ready(names)[0], index))
+        return self._source.pull(self.ready(names)[0], index)
 
     @checked_call("batch.tensordict")
     def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
         """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
         data."""
-        return carry(self.fetch(columns, rows), rows=self.rows if rows is None else len(rows))
+        from workbench.batches.tensordicts import to_tensordict
+
+        return to_tensordict(self.fetch(columns, rows), self.rows if rows is None else len(rows))
 
     @checked_call("batch.df")
     def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:

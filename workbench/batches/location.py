@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class ShardId(NamedTuple):
@@ -42,6 +44,10 @@ class Pull(NamedTuple):
     def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """The names under which the shard keeps these columns."""
         return (self.name,) if self.name else columns
+
+    def named(self, kept: Mapping[str, T], columns: Iterable[str]) -> Mapping[str, T]:
+        """What the shard gave for `kept(columns)`, under the names of today."""
+        return dict.fromkeys(columns, kept[self.name]) if self.name else kept
 
 
 @dataclass(frozen=True, eq=False)

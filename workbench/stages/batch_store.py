@@ -12,12 +12,12 @@ from torch import Tensor
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.batches.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
-from workbench.batches.columns import Ragged, Table, describe, nbytes
+from workbench.batches.columns import Ragged, Table, assembled, describe, nbytes
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
+from workbench.batches.wire import from_wire, to_wire
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -71,7 +71,7 @@ class BatchStore:
         self._groups.check_alive(self._groups.lead)
         self._counters.batch += 1
         host, key = self._groups.lead.hosts[0], f"{self._ownership.controller}-put-{self._counters.batch}"
-        self._hosts.backend.ask(host, "put", key, to_wire(carry(found))).result()
+        self._hosts.backend.ask(host, "put", key, to_wire(found)).result()
         rows = len(next(iter(found.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
         columns = {}
@@ -106,18 +106,17 @@ class BatchStore:
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
         self.store.note(batch, origin, by_loop=self.by_loop)
 
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._ownership.check_open()
-        pulled = carry({}, rows=len(rows))
+        table: Table = {}
         for names, pulls in group_pulls(columns, tuple(columns), rows, self._hosts.shard_successors):
-            pieces = []
+            parts = []
             for p in pulls:
                 wire = self._hosts.backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
-                pieces.append(under_names(p, from_wire(wire), names))
-            order = np.argsort(np.concatenate([p.destinations for p in pulls]))
-            pulled.update(rows_at(end_to_end(pieces), order))
-        return pulled.select(*columns)
+                parts.append((p.destinations, p.named(from_wire(wire), names)))
+            table |= assembled(parts)
+        return {name: table[name] for name in columns}
 
     def lengths(self, name: str, location: Location) -> np.ndarray:
         """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
@@ -193,7 +192,12 @@ def _as_table(table: Any) -> Table:
         )
     if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
         raise BadInput(f"put({shown(table)})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
-    found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
+    if isinstance(table, Mapping):
+        found: Table = dict(table)
+    else:
+        from workbench.batches.tensordicts import from_tensordict
+
+        found = from_tensordict(table)
     for name, column in found.items():
         if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
             what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"

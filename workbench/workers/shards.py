@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from workbench.batches.carrier import (
-    carried_bytes,
-    carry,
-    columns_of,
-    end_to_end,
-    from_wire,
-    own_copy,
-    rows_at,
-    side_by_side,
-    to_wire,
-    under_names,
-)
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, own_copy, rows_at, table_bytes
 from workbench.batches.location import Pull, inherited
 from workbench.batches.schema import SCHEMA
 from workbench.batches.schema_check import is_plainly_right
+from workbench.batches.wire import from_wire, to_wire
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 class Peers(Protocol):
@@ -43,13 +29,13 @@ class _Shard(NamedTuple):
     """Its bytes are counted once: an iteration asks for the sum over all shards. right: columns that were compared with
     their schema when they were put, or the stage that made them ended, so that the stages that read them need not."""
 
-    columns: TensorDict
+    columns: Table
     nbytes: int
     right: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, columns: TensorDict, right: frozenset[str] = frozenset()) -> _Shard:
-        return cls(columns, carried_bytes(columns), right)
+    def of(cls, columns: Table, right: frozenset[str] = frozenset()) -> _Shard:
+        return cls(columns, table_bytes(columns), right)
 
 
 class Shards:
@@ -65,7 +51,7 @@ class Shards:
             _check_column(name, column, call)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = _Shard.of(carry(columns), right)
+                self._shards[call.key] = _Shard.of(dict(columns), right)
         return columns
 
     def _pull(self, call: Call, counted: Any) -> tuple[Table, set[str]]:
@@ -76,13 +62,10 @@ class Shards:
         for names, pulls in call.pulls:
             parts = []
             for pull in pulls:
-                parts.append(self._fetch_one(call, names, pull))
-                counted.bytes += 0 if self._is_here(pull) else carried_bytes(parts[-1])
-            order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
-            columns = columns_of(rows_at(end_to_end(parts), order))
-            if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
-                columns = own_copy(columns)  # a worker may write into its columns; a batch never changes
-            pulled |= columns
+                part = self._fetch_one(call, names, pull)
+                counted.bytes += 0 if self._is_here(pull) else table_bytes(part)
+                parts.append((pull.destinations, part))
+            pulled |= assembled(parts)  # copied: a worker may write into its columns, and a batch never changes
             right |= set(names).intersection(*map(self._right, pulls))
         return pulled, right
 
@@ -97,42 +80,40 @@ class Shards:
     def _is_here(self, pull: Pull) -> bool:
         return pull.shard.host == self.info.name
 
-    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> TensorDict:
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Mapping[str, ColumnValues]:
+        key, kept = pull.shard.key, pull.kept(names)
         if self._is_here(pull):
-            kept = self._columns(pull.shard.key, pull.kept(names))
-            return under_names(pull, rows_at(kept, pull.positions), names)
+            return pull.named(rows_at(self._kept(key, kept), pull.positions), names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
-            asked = (pull.shard.key, pull.kept(names), pull.positions)
-            part = from_wire(self._peers.call(pull.shard.host, "fetch", *asked))
-            moved.bytes = carried_bytes(part)
-        return under_names(pull, part, names)
+            part = from_wire(self._peers.call(pull.shard.host, "fetch", key, kept, pull.positions))
+            moved.bytes = table_bytes(part)
+        return pull.named(part, names)
 
-    def _columns(self, key: str, names: Iterable[str]) -> TensorDict:
+    def _kept(self, key: str, names: Iterable[str]) -> Table:
         with self._lock:
             shard = self._shards.get(key)
         if shard is None:
             raise NotFound(
                 f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
             )
-        return shard.columns.select(*names)
+        return {name: shard.columns[name] for name in names}
 
-    def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-        return to_wire(rows_at(self._columns(key, columns), positions))
+    def fetch(self, key: str, columns: tuple[str, ...], positions: np.ndarray) -> dict[str, Any]:
+        return to_wire(rows_at(self._kept(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
         """Lengths of rows of a ragged column, with which a controller balances rows without their tokens."""
-        ragged = columns_of(self._columns(key, (column,)))[column]
+        ragged = self._kept(key, (column,))[column]
         assert isinstance(ragged, Ragged), column
         lengths: np.ndarray = ragged.lengths.numpy()[positions]
         return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""
-        columns = from_wire(wire)
-        schemas = {name: (column, SCHEMA[name]) for name, column in columns_of(columns).items() if name in SCHEMA}
-        right = frozenset(name for name, checked in schemas.items() if is_plainly_right(*checked))
+        columns = own_copy(from_wire(wire))
+        right = frozenset(n for n, column in columns.items() if n in SCHEMA and is_plainly_right(column, SCHEMA[n]))
         with self._lock:
             self._shards[key] = _Shard.of(columns, right)
 
@@ -146,7 +127,7 @@ class Shards:
     def inherit(self, host: str) -> None:
         for key in self._peers.call(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
-                shard = _Shard.of(from_wire(self._peers.call(host, "whole_shard", key)))
+                shard = _Shard.of(own_copy(from_wire(self._peers.call(host, "whole_shard", key))))
                 moved.bytes = shard.nbytes
             with self._lock:
                 self._shards[inherited(host, key)] = shard
