@@ -415,7 +415,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.rename(rewards="values"), "two columns 'values'"),
     (lambda b: b.join(b.select("rewards", "answer")), r"both batches have 'rewards', 'answer'.*rename"),
     (lambda b: b.join(b.take([0]).rename(rewards="other")), "equally many rows"),
-    (lambda b: b.join(7), "takes batches"),
+    (lambda b: b.join(7), "must be a Batch"),
     (lambda b: wb.Batch.concat([]), "at least one"),
     (lambda b: wb.Batch.concat([b, b.drop("rewards", "values")]), "batch 1 .*lacks 'rewards', 'values'"),
     (lambda b: wb.Batch.concat([b.drop("answer"), b]), "batch 0 .*lacks 'answer'"),

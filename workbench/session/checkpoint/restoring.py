@@ -169,7 +169,6 @@ def arguments_of(description: Description) -> dict[str, Any]:
         "seed",
         "address",
         "share_memory",
-        "idle_hours",
         "record",
     )
     return {"models": description.declared, **description.defaults, **{n: getattr(description, n) for n in same}}
