@@ -11,8 +11,6 @@ import torch
 
 from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, own_copy, rows_at, table_bytes
 from workbench.batches.location import Pull, inherited
-from workbench.batches.schema import SCHEMA
-from workbench.batches.schema_check import is_plainly_right
 from workbench.batches.wire import from_wire, to_wire
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
@@ -26,16 +24,14 @@ class Peers(Protocol):
 
 
 class _Shard(NamedTuple):
-    """Its bytes are counted once: an iteration asks for the sum over all shards. right: columns that were compared with
-    their schema when they were put, or the stage that made them ended, so that the stages that read them need not."""
+    """Its bytes are counted once: an iteration asks for the sum over all shards."""
 
     columns: Table
     nbytes: int
-    right: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, columns: Table, right: frozenset[str] = frozenset()) -> _Shard:
-        return cls(columns, table_bytes(columns), right)
+    def of(cls, columns: Table) -> _Shard:
+        return cls(columns, table_bytes(columns))
 
 
 class Shards:
@@ -46,36 +42,26 @@ class Shards:
         self._shards: dict[str, _Shard] = {}
         self._lock = threading.Lock()
 
-    def _keep(self, columns: Table, call: Call, right: frozenset[str]) -> Table:
+    def _keep(self, columns: Table, call: Call) -> Table:
         for name, column in columns.items():
             _check_column(name, column, call)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = _Shard.of(dict(columns), right)
+                self._shards[call.key] = _Shard.of(dict(columns))
         return columns
 
-    def _pull(self, call: Call, counted: Any) -> tuple[Table, set[str]]:
-        """A call's columns, and those of them that are known to hold what their schema says."""
+    def _pull(self, call: Call, counted: Any) -> Table:
+        """A call's columns, in memory of their own: a worker may write into them, and a batch never changes."""
         assert call.rows is not None
         pulled: Table = {}
-        right: set[str] = set()
         for names, pulls in call.pulls:
             parts = []
             for pull in pulls:
                 part = self._fetch_one(call, names, pull)
                 counted.bytes += 0 if self._is_here(pull) else table_bytes(part)
                 parts.append((pull.destinations, part))
-            pulled |= assembled(parts)  # copied: a worker may write into its columns, and a batch never changes
-            right |= set(names).intersection(*map(self._right, pulls))
-        return pulled, right
-
-    def _right(self, pull: Pull) -> frozenset[str]:
-        """Columns of a shard that are known to hold what their schema says. One that was renamed has another."""
-        if pull.name or not self._is_here(pull):
-            return frozenset()
-        with self._lock:
-            shard = self._shards.get(pull.shard.key)
-        return frozenset() if shard is None else shard.right
+            pulled |= assembled(parts)
+        return pulled
 
     def _is_here(self, pull: Pull) -> bool:
         return pull.shard.host == self.info.name
@@ -112,10 +98,8 @@ class Shards:
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""
-        columns = own_copy(from_wire(wire))
-        right = frozenset(n for n, column in columns.items() if n in SCHEMA and is_plainly_right(column, SCHEMA[n]))
         with self._lock:
-            self._shards[key] = _Shard.of(columns, right)
+            self._shards[key] = _Shard.of(own_copy(from_wire(wire)))
 
     def release(self, keys: Collection[str]) -> None:
         with self._lock:
