@@ -336,20 +336,6 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(
     assert tensors["half.lengths"].tolist() == [2, 0, 1]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.lists(st.tuples(st.lists(st.integers(-9, 9), max_size=6), st.text(max_size=5)), min_size=1, max_size=9),
-    chunk_bytes=st.integers(1, 300),
-)
-def test_any_rows_in_groups_of_any_size(
-    lab: wb.Workbench, tmp_path: Path, rows: list[tuple[list[int], str]], chunk_bytes: int
-) -> None:
-    table: Table = {"ids": Ragged.of([ids for ids, _ in rows], torch.int32), "text": [text for _, text in rows]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "CHUNK_BYTES", chunk_bytes)
-        same_bits(table, lab.load(lab.put(table).save(tmp_path / "rows")).fetch())
-
-
 def test_rollouts_go_on_in_another_workbench(lab: wb.Workbench, tmp_path: Path) -> None:
     batch = lab.actor.generate_sequences(lab.prompts.next(4), temperature=0.7, max_new_tokens=6)
     batch = batch.take([2, 0, 3, 1, 2]).rename(prompt="question")

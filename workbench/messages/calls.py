@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.batches.location import Pull
-from workbench.batches.row_encoding import pack
+from workbench.batches.location import Pull, pack
 from workbench.messages.replies import UpdatePart
 from workbench.placement import host_name
 from workbench.settings.engines import ShareMemory, Training
