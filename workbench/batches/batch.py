@@ -16,7 +16,7 @@ from workbench.batches.references import Column
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said
 from workbench.support.checked_calls import checks_calls
-from workbench.support.validation import Number, PositiveInt, whole
+from workbench.support.validation import NonNegativeInt, Number, PositiveInt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,9 +79,8 @@ class Batch(BatchHandle):
             raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
         return self.take(np.flatnonzero(mask))
 
-    def split(self, n: int) -> list[Batch]:
+    def split(self, n: PositiveInt) -> list[Batch]:
         """n batches of consecutive rows, as equally many as can be."""
-        whole("n", n, 1)
         if n > self.rows:
             raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
@@ -103,9 +102,8 @@ class Batch(BatchHandle):
             ) from error
         return {value: self.take(rows) for value, rows in groups.items()}
 
-    def shuffle(self, seed: int) -> Batch:
+    def shuffle(self, seed: NonNegativeInt) -> Batch:
         """The rows in an order that only the seed, and how many there are, decides."""
-        whole("seed", seed, 0)
         return self.take(np.random.default_rng(seed).permutation(self.rows))
 
     def sort_by(self, column: str, descending: bool = False) -> Batch:
@@ -129,15 +127,13 @@ class Batch(BatchHandle):
             raise BadInput(f"lengths({column!r})", "its rows are no token sequences", "choose a column of shape [*]")
         return self._source.lengths(column, self.columns[column].location)
 
-    def balance(self, ranks: int, minibatches: int = 1) -> Batch:
+    def balance(self, ranks: PositiveInt, minibatches: PositiveInt = 1) -> Batch:
         """The rows in an order in which ranks that step together get nearly equally many tokens.
 
         ranks: replicas that share a minibatch (d of the group's layout). minibatches: of the update that will read it.
         Each minibatch keeps its rows, so an update computes the same gradients; which rank has which of them changes.
         Tokens are those of prompt and response; the hosts count them.
         """
-        whole("ranks", ranks, 1)
-        whole("minibatches", minibatches, 1)
         cut = minibatch_rows(self.rows, minibatches)
         if len(cut[0]) < ranks:
             raise BadInput(
