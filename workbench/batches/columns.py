@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.errors import WorkbenchError
+from workbench.errors.plain_text import shown
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -110,6 +113,23 @@ def kind_of(column: ColumnValues) -> str:
     if isinstance(column, Tensor):
         return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
     return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
+
+
+def check_form(name: str, column: object, error: type[WorkbenchError], where: str = "") -> None:
+    """Raise `error` where something that is to be a column is none."""
+    if isinstance(column, Ragged) and not column.is_whole:
+        raise error(
+            f"{where}column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
+            "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
+            "make it with Ragged.of(rows, dtype)",
+        )
+    if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
+        what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+        raise error(
+            f"{where}column {name!r} is {what}",
+            "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+            "turn an array into a tensor with torch.from_numpy(array); give one value a row",
+        )
 
 
 # --- rows of tables ---------------------------------------------------------------------------------------------------

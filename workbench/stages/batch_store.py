@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Ragged, Table, assembled, describe, nbytes
+from workbench.batches.columns import Table, assembled, check_form, describe, nbytes
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
 from workbench.batches.store import Origin, Store
@@ -160,9 +159,7 @@ META: Mapping[str, Any] = {
 }
 
 
-def _as_meta(meta: Any, where: str) -> dict[str, Any]:
-    if not isinstance(meta, Mapping | None) or not all(isinstance(name, str) for name in meta or {}):
-        raise BadInput(f"{where}: meta={shown(meta)}", "plain values by name", "meta={'iteration': 3}")
+def _as_meta(meta: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     try:
         return {name: checked(f"meta[{name!r}]", value, META.get(name, Any)) for name, value in (meta or {}).items()}
     except BadInput as error:
@@ -199,17 +196,5 @@ def _as_table(table: Any) -> Table:
 
         found = from_tensordict(table)
     for name, column in found.items():
-        if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
-            what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
-            raise BadInput(
-                f"put(): column {name!r} is {what}",
-                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-                "turn an array into a tensor with torch.from_numpy(array); give one value a row",
-            )
-        if isinstance(column, Ragged) and not column.is_whole:
-            raise BadInput(
-                f"put(): column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
-                "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
-                "make it with Ragged.of(rows, dtype)",
-            )
+        check_form(name, column, BadInput, "put(): ")
     return found

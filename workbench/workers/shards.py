@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, own_copy, rows_at, table_bytes
+from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, check_form, own_copy, rows_at, table_bytes
 from workbench.batches.location import Pull, inherited
 from workbench.batches.wire import from_wire, to_wire
 from workbench.errors import NotFound, StageError
@@ -43,8 +42,12 @@ class Shards:
         self._lock = threading.Lock()
 
     def _keep(self, columns: Table, call: Call) -> Table:
-        for name, column in columns.items():
-            _check_column(name, column, call)
+        rows = 0 if call.rows is None else len(call.rows)
+        for name, column in columns.items():  # the controller adds operation and rank to the errors
+            check_form(name, column, StageError)
+            if len(column) != rows:
+                rule = f"that rank was given {rows}, and an operation returns one row for each, in the same order"
+                raise StageError(f"column {name!r} has {len(column)} rows", rule)
         if columns and call.keep:
             with self._lock:
                 self._shards[call.key] = _Shard.of(dict(columns))
@@ -135,30 +138,3 @@ class Shards:
     def whole_shard(self, key: str) -> dict[str, Any]:
         with self._lock:
             return to_wire(self._shards[key].columns)
-
-
-def _check_column(name: str, column: Any, call: Call) -> None:
-    # the controller adds operation and rank
-    if isinstance(column, torch.Tensor) and column.ndim == 0:
-        raise StageError(
-            f"column {name!r} is a tensor without axes",
-            "its first axis is the rows",
-            "return one value a row",
-        )
-    if not isinstance(column, torch.Tensor | Ragged | list):
-        raise StageError(
-            f"column {name!r} is a {type(column).__name__}",
-            "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-            "turn arrays into tensors with torch.from_numpy(array)",
-        )
-    if isinstance(column, Ragged) and not column.is_whole:
-        raise StageError(
-            f"column {name!r} has {len(column.values)} values for lengths that add up to {int(column.lengths.sum())}",
-            "a Ragged holds its rows end to end",
-        )
-    rows = 0 if call.rows is None else len(call.rows)
-    if len(column) != rows:
-        raise StageError(
-            f"column {name!r} has {len(column)} rows",
-            f"that rank was given {rows}, and an operation returns one row for each, in the same order",
-        )
