@@ -73,17 +73,6 @@ def test_closing_the_old_one_leaves_the_new_one_of_the_same_name() -> None:
     assert list(registry.journal(old.id)) == []
 
 
-def test_half_an_entry_at_the_end_of_a_journal_is_left_out() -> None:
-    record = opened(describe())
-    registry.start_journal(record.id, {"run": 1})
-    registry.append_to_journal(record.id, {"run": 2})
-    file = record.folder / registry.JOURNAL
-    file.write_bytes(file.read_bytes()[:-3])
-    assert list(registry.journal(record.id)) == [{"run": 1}]
-    registry.start_journal(record.id, {"run": 3})
-    assert list(registry.journal(record.id)) == [{"run": 3}]
-
-
 def test_half_an_entry_hides_none_behind_it() -> None:
     """A disk that was full cuts an entry anywhere, and the kernel goes on behind it."""
     record = opened(describe())

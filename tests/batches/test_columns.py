@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batches.carrier import carried_bytes, carry, columns_of, end_to_end, from_wire, rows_at, to_wire
-from workbench.batches.columns import ColumnValues, Ragged, describe, nbytes
+from workbench.batches.columns import ColumnValues, Ragged, assembled, describe, rows_at, table_bytes
+from workbench.batches.tensordicts import from_tensordict, to_tensordict
+from workbench.batches.wire import from_wire, to_wire
 
 row_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=8)
 
@@ -30,9 +31,9 @@ def plain_table(columns: dict[str, ColumnValues]) -> dict[str, object]:
 
 
 @given(row_lists)
-def test_carrying_and_back(rows: list[list[int]]) -> None:
+def test_a_tensordict_and_back(rows: list[list[int]]) -> None:
     columns = table_of(rows)
-    back = columns_of(carry(columns))
+    back = from_tensordict(to_tensordict(columns, len(rows)))
     assert plain_table(back) == plain_table(columns)
     assert isinstance(back["ids"], Ragged)
     assert isinstance(columns["ids"], Ragged)
@@ -42,7 +43,7 @@ def test_carrying_and_back(rows: list[list[int]]) -> None:
 @given(row_lists, st.data())
 def test_taking_rows_is_indexing(rows: list[list[int]], data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1)))
-    taken = columns_of(rows_at(carry(table_of(rows)), positions))
+    taken = rows_at(table_of(rows), positions)
     assert plain_table(taken) == plain_table(table_of([rows[i] for i in positions]))
     assert plain(Ragged.of(rows, torch.int64).take(positions.tolist())) == [rows[i] for i in positions]
 
@@ -52,7 +53,7 @@ def test_rows_side_by_side_are_a_view(rows: list[list[int]], data: st.DataObject
     first = data.draw(st.integers(0, len(rows) - 1))
     last = data.draw(st.integers(first + 1, len(rows)))
     columns = table_of(rows)
-    part = columns_of(rows_at(carry(columns), np.arange(first, last)))
+    part = rows_at(columns, np.arange(first, last))
     assert plain_table(part) == plain_table(table_of(rows[first:last]))
     whole, cut = columns["ids"], part["ids"]
     assert isinstance(whole, Ragged)
@@ -60,10 +61,17 @@ def test_rows_side_by_side_are_a_view(rows: list[list[int]], data: st.DataObject
     assert cut.values.untyped_storage().data_ptr() == whole.values.untyped_storage().data_ptr()
 
 
-@given(row_lists, row_lists)
-def test_rows_end_to_end(one: list[list[int]], two: list[list[int]]) -> None:
-    joined = columns_of(end_to_end([carry(table_of(one)), carry(table_of(two))]))
-    assert plain_table(joined) == plain_table(table_of(one + two))
+@given(row_lists, st.data())
+def test_parts_are_put_together_in_any_order(rows: list[list[int]], data: st.DataObject) -> None:
+    places = np.array(data.draw(st.permutations(range(len(rows)))))
+    cut = data.draw(st.integers(0, len(rows) - 1))
+    table = table_of(rows)
+    parts = [(part, rows_at(table, part)) for part in (places[:cut], places[cut:]) if len(part)]
+    whole = assembled(parts)
+    assert plain_table(whole) == plain_table(table)
+    one, two = whole["ids"], table["ids"]
+    assert isinstance(one, Ragged) and isinstance(two, Ragged)
+    assert one.values.untyped_storage().data_ptr() != two.values.untyped_storage().data_ptr() or not len(one.values)
 
 
 @given(row_lists)
@@ -81,7 +89,7 @@ def test_the_wire_keeps_values_and_types(dtype: torch.dtype) -> None:
         "ragged": Ragged.of([[1], [0, 1]], dtype),
         "text": ["a", "ä"],
     }
-    back = columns_of(from_wire(pickle.loads(pickle.dumps(to_wire(carry(table)), protocol=5))))
+    back = from_wire(pickle.loads(pickle.dumps(to_wire(table), protocol=5)))
     assert list(back) == list(table)
     for name, column in table.items():
         assert plain(back[name]) == plain(column)
@@ -89,7 +97,9 @@ def test_the_wire_keeps_values_and_types(dtype: torch.dtype) -> None:
 
 
 def test_bytes_count_values_and_lengths() -> None:
-    assert nbytes(Ragged.of([[1, 2, 3], []], torch.int64)) == 3 * 8 + 2 * 8
-    assert nbytes(torch.zeros(3, 2)) == 24
-    assert nbytes(["ä", "b"]) == 3
-    assert carried_bytes(carry({"ids": Ragged.of([[1, 2, 3], []], torch.int64), "text": ["ä", "b"]})) == 43
+    table: dict[str, ColumnValues] = {
+        "ids": Ragged.of([[1, 2, 3], []], torch.int64),
+        "x": torch.zeros(3, 2),
+        "text": ["ä", "b"],
+    }
+    assert table_bytes(table) == 3 * 8 + 2 * 8 + 24 + 3

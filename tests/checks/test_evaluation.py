@@ -17,7 +17,7 @@ from tests.calculator import sums
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.checks.evaluation import _scores, summary
+from workbench.checks.evaluation import _passed, _scores, summary
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 
@@ -40,9 +40,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
         yield lab
 
 
+def responses(rewards: Any, threshold: float = 1.0, **columns: Any) -> pd.DataFrame:
+    """What `summary` reads of responses that are all valid and finished, but for what is said."""
+    scores = _scores(rewards)
+    known = {"reward": scores, "passed": _passed(scores, threshold), "valid": np.ones(len(scores), dtype=bool)}
+    return pd.DataFrame({**known, "response_tokens": 1, "finished": True, **columns})
+
+
 def test_the_numbers_of_a_data_set() -> None:
-    rewards = np.array([1.0, 0.0, 0.5, 2.0, 0.0, 0.0])  # three prompts, two samples each
-    row = summary(rewards, np.array([1, 2, 3, 4, 5, 6]), np.array([True, True, False, True, True, True]), 2, 1.0)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 0.0])  # three prompts, two samples each
+    finished = [True, True, False, True, True, True]
+    row = summary(responses(rewards, response_tokens=[1, 2, 3, 4, 5, 6], finished=finished), 2)
     assert row["reward_mean"] == pytest.approx(3.5 / 6)
     means = [0.5, 1.25, 0.0]
     assert row["reward_standard_error"] == pytest.approx(np.std(means, ddof=1) / math.sqrt(3))
@@ -50,18 +58,17 @@ def test_the_numbers_of_a_data_set() -> None:
     assert row["pass@2"] == pytest.approx(2 / 3)
     assert row["response_tokens_mean"] == 3.5
     assert row["truncated_fraction"] == pytest.approx(1 / 6)
-    assert [name for name in summary(np.ones(6), np.ones(6), np.ones(6), 6, 1.0) if name.startswith("pass")] == [
-        *("pass@1", "pass@2", "pass@4", "pass@6")
-    ]
-    assert math.isnan(summary(np.ones(6), np.ones(6), np.ones(6), 6, 1.0)["reward_standard_error"])
+    one = summary(responses(torch.ones(6)), 6)
+    assert [name for name in one if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert math.isnan(one["reward_standard_error"])
 
 
-@pytest.mark.parametrize("threshold", [0.9, 0.7, 0.3, 0.6])
-def test_a_reward_at_the_threshold_passes(threshold: float) -> None:
-    for column in (torch.full((8,), threshold), Ragged.of([[0.0, threshold]] * 8, torch.float32)):
-        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold)["pass@1"] == 1.0
-        assert summary(_scores(column), np.ones(8), np.ones(8), 4, threshold + 1e-6)["pass@1"] == 0.0
-    assert summary(_scores(torch.tensor([0, 1])), np.ones(2), np.ones(2), 2, 0.5)["pass@1"] == 0.5  # whole numbers
+def test_a_reward_at_the_threshold_passes() -> None:
+    for threshold in (0.9, 0.7, 0.3, 0.6):
+        for column in (torch.full((8,), threshold), Ragged.of([[0.0, threshold]] * 8, torch.float32)):
+            assert summary(responses(column, threshold), 4)["pass@1"] == 1.0
+            assert summary(responses(column, threshold + 1e-6), 4)["pass@1"] == 0.0
+    assert summary(responses(torch.tensor([0, 1]), 0.5), 2)["pass@1"] == 0.5  # whole numbers
 
 
 def test_data_sets_by_name(lab: wb.Workbench) -> None:

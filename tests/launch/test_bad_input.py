@@ -41,7 +41,6 @@ OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "slurm"}, BadInput, "must be one of 'ray', 'inline'"),
     ({"if_exists": "keep"}, BadInput, "must be one of 'attach', 'replace', 'error'"),
     ({"share_memory": "sometimes"}, BadInput, "must be one of False, True, 'always'"),
-    ({"idle_hours": 0}, BadInput, r"idle_hours=0\. must be more than 0\. None for a workbench"),
     ({"prompts": "arithmetics"}, WorkbenchError, "arithmetic"),
     ({"prompts": []}, BadInput, "at least one row"),
 ]

@@ -14,8 +14,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.batches.carrier import carry, columns_of, rows_at
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, rows_at
 from workbench.errors import BadInput, StageError
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
@@ -213,7 +212,7 @@ def test_openings(options: dict[str, Any], message: str) -> None:
 def test_positions_from_shared_memory_are_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     positions = np.array([2, 0])
     positions.flags.writeable = False
-    assert columns_of(rows_at(carry({"a": torch.arange(3)}), positions))["a"].tolist() == [2, 0]  # type: ignore[union-attr]
+    assert rows_at({"a": torch.arange(3)}, positions)["a"].tolist() == [2, 0]  # type: ignore[union-attr]
     assert not recwarn.list
 
 

@@ -14,7 +14,6 @@ from tests.cases import stored, tiny_lab, update_on
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
-from workbench.workers import host
 
 
 @pytest.fixture(scope="module")
@@ -108,27 +107,3 @@ def test_a_row_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
             lab.actor.update_actor(lab.put(with_value("advantages", float("nan"), row=3)))
         assert lab.actor.weight_digests() == digests
         assert update_on(lab, stored())["actor/optimizer_steps"] == 2
-
-
-def test_a_column_is_compared_with_its_schema_once(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stage made was looked at as that ended, what the user put as it came; another name is looked at again."""
-    looked: set[str] = set()
-    checked = host.check_columns
-
-    def check(columns: Table, *given: Any, right: set[str], **more: Any) -> None:
-        looked.update(columns.keys() - right)
-        checked(columns, *given, right=right, **more)
-
-    monkeypatch.setattr(host, "check_columns", check)
-
-    def read(stage: Any, batch: wb.Batch) -> set[str]:
-        looked.clear()
-        stage(batch)
-        return set(looked)
-
-    put = lab.put(stored())
-    assert read(lab.critic.update_critic, put) == {"prompt_ids", "response_ids"}  # of this model's vocabulary?
-    made = lab.critic.compute_values(put.drop("values"))
-    assert read(lab.critic.update_critic, made) == {"prompt_ids", "response_ids"}
-    renamed = made.drop("old_log_prob").rename(values="old_log_prob")
-    assert "old_log_prob" in read(lab.actor.update_actor, renamed)

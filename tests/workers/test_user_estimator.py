@@ -17,8 +17,7 @@ from tests.cases import TINY, stored, tiny_lab
 from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.workers.update_ranks import context_here
-from workbench.batches.carrier import carry, columns_of, rows_at
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, rows_at
 from workbench.errors import BadInput, StageError, UnknownColumn
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
@@ -68,7 +67,7 @@ def on_ranks() -> list[dict[str, Any]]:
     mine = np.arange(ROWS)[::-1][rank::size].copy()  # in another order than that of the batch
     worker = NumericWorker(Model(TINY), context)
     shard = Shard(
-        columns=columns_of(rows_at(carry(table()), mine)), rows=mine, minibatch_sizes=(len(mine),), meta={}
+        columns=rows_at(table(), mine), rows=mine, minibatch_sizes=(len(mine),), meta={}
     )  # fmt: skip
     found = []
     for function in (of_group, of_everything):

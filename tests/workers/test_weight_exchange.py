@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.expected import expect_error
-from workbench.batches.carrier import array_of, tensor_over
+from workbench.batches.wire import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.models import load_causal_lm, load_config
 from workbench.placement import Layout

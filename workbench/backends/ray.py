@@ -16,7 +16,6 @@ from typing import Any
 from workbench.backends.base import Backend, Pending
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
 from workbench.backends.host_server import python_for_hosts
-from workbench.backends.idle import Idle
 from workbench.backends.nodes import nodes_of_pools
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
@@ -142,7 +141,6 @@ def _actor_class(ray: Any) -> Any:
             self._host = Host(info, _Peers(info.lab))
             self._host.note_start(asked_s)
             self._driver = ""
-            self._watch = Idle(info)
 
         @ray.method(concurrency_group="control")
         def process(self) -> Process:
@@ -154,7 +152,7 @@ def _actor_class(ray: Any) -> Any:
 
         def compute(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
             self._check(driver, method)
-            with self._watch.used(), containing():
+            with containing():
                 return getattr(self._host, method)(*args, **kwargs)
 
         @ray.method(concurrency_group="data")

@@ -1,4 +1,4 @@
-"""The columns of one shard, as workers read and return them (`carrier` has the form in which hosts keep them).
+"""Tables of rows: the one form in which workers read and return columns, hosts keep them, and `Batch.fetch` gives them.
 
 A column is one of
 
@@ -9,12 +9,16 @@ A column is one of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from workbench.errors import WorkbenchError
+from workbench.errors.plain_text import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +65,18 @@ class Ragged:
         """Other values of the same row lengths."""
         return Ragged(values, self.lengths)
 
-    def take(self, index: Sequence[int]) -> Ragged:
+    def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Ragged:
         """Rows by number, in that order; its work is that of the rows taken, not of the whole column."""
         picked = torch.as_tensor(index, dtype=torch.int64)
-        lengths, ends = self.lengths[picked], torch.cumsum(self.lengths, 0)[picked]
-        # what to add to a value's place among those taken for its place here
-        shifts = torch.repeat_interleave(ends - torch.cumsum(lengths, 0), lengths)
-        return Ragged(self.values[(shifts + torch.arange(len(shifts))).to(self.values.device)], lengths)
+        lengths = self.lengths[picked]
+        starts = torch.cumsum(self.lengths, 0)[picked] - lengths
+        return Ragged(self.values[_places(starts, lengths).to(self.values.device)], lengths)
+
+
+def _places(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The places in `values` of rows that begin at `starts`, row after row."""
+    places = torch.repeat_interleave(starts - torch.cumsum(lengths, 0) + lengths, lengths)
+    return places + torch.arange(len(places))
 
 
 ColumnValues = Tensor | Ragged | list[Any]
@@ -81,6 +90,11 @@ def nbytes(column: ColumnValues) -> int:
     if isinstance(column, Tensor):
         return column.nbytes
     return sum(len(str(row).encode()) for row in column)
+
+
+def table_bytes(table: Mapping[str, ColumnValues]) -> int:
+    """Bytes of all columns, see `nbytes`."""
+    return sum(map(nbytes, table.values()))
 
 
 def describe(column: ColumnValues) -> tuple[str, tuple[int | str, ...]]:
@@ -99,3 +113,97 @@ def kind_of(column: ColumnValues) -> str:
     if isinstance(column, Tensor):
         return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
     return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
+
+
+def check_form(name: str, column: object, error: type[WorkbenchError], where: str = "") -> None:
+    """Raise `error` where something that is to be a column is none."""
+    if isinstance(column, Ragged) and not column.is_whole:
+        raise error(
+            f"{where}column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
+            "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
+            "make it with Ragged.of(rows, dtype)",
+        )
+    if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
+        what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+        raise error(
+            f"{where}column {name!r} is {what}",
+            "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
+            "turn an array into a tensor with torch.from_numpy(array); give one value a row",
+        )
+
+
+# --- rows of tables ---------------------------------------------------------------------------------------------------
+
+
+def rows_at(table: Mapping[str, ColumnValues], positions: np.ndarray) -> Table:
+    """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
+    run, index = _run(positions), _index(positions)
+    return {name: _rows_of(column, run, index) for name, column in table.items()}
+
+
+def _run(positions: np.ndarray) -> slice | None:
+    """Consecutive positions as a slice; None for others."""
+    if not len(positions) or not np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
+        return None
+    return slice(int(positions[0]), int(positions[0]) + len(positions))
+
+
+def _index(positions: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(positions, dtype=np.int64))  # a copy: torch warns of read-only memory
+
+
+def _rows_of(column: ColumnValues, run: slice | None, index: Tensor) -> ColumnValues:
+    if isinstance(column, list):
+        return column[run] if run else [column[row] for row in index.tolist()]
+    if isinstance(column, Tensor):
+        return column[run] if run else column[index.to(column.device)]
+    if run is None:
+        return column.take(index)
+    start, lengths = int(column.lengths[: run.start].sum()), column.lengths[run]
+    return Ragged(column.values[start : start + int(lengths.sum())], lengths)
+
+
+def own_copy(table: Mapping[str, ColumnValues]) -> Table:
+    """The columns in memory of their own; the entries of lists are shared."""
+    copies: Table = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            copies[name] = Ragged(column.values.clone(), column.lengths.clone())
+        else:
+            copies[name] = column.clone() if isinstance(column, Tensor) else list(column)
+    return copies
+
+
+def assembled(parts: Sequence[tuple[np.ndarray, Mapping[str, ColumnValues]]]) -> Table:
+    """One table, in memory of its own, of the rows of several tables of the same columns. Beside each: which rows of
+    the result its rows become. Every value is copied once."""
+    places, first = parts[0]
+    if len(parts) == 1 and _run(places):
+        return own_copy(first)
+    rows = [places for places, _ in parts]
+    return {name: _assembled(rows, [table[name] for _, table in parts]) for name in first}
+
+
+def _assembled(rows: Sequence[np.ndarray], parts: Sequence[Any]) -> ColumnValues:
+    total, first = sum(map(len, rows)), parts[0]
+    if isinstance(first, list):
+        entries: list[Any] = [None] * total
+        for places, part in zip(rows, parts, strict=True):
+            for place, entry in zip(places.tolist(), part, strict=True):
+                entries[place] = entry
+        return entries
+    index = [_index(places) for places in rows]
+    if isinstance(first, Tensor):
+        return _placed(index, parts, total)
+    lengths = _placed(index, [part.lengths for part in parts], total)
+    starts = torch.cumsum(lengths, 0) - lengths
+    values = [part.values for part in parts]
+    index = [_places(starts[places], part.lengths) for places, part in zip(index, parts, strict=True)]
+    return Ragged(_placed(index, values, int(lengths.sum())), lengths)
+
+
+def _placed(index: Sequence[Tensor], parts: Sequence[Tensor], total: int) -> Tensor:
+    whole = parts[0].new_empty((total, *parts[0].shape[1:]))
+    for places, part in zip(index, parts, strict=True):
+        whole[places.to(whole.device)] = part.to(whole.device)
+    return whole

@@ -83,7 +83,7 @@ class Disagreements:
 
 
 def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple[float, float] | None) -> Disagreements:
-    """See `BatchTools.disagreements`; names: of the columns."""
+    """See `Batch.disagreements`; names: of the columns."""
     import pandas as pd
 
     values = [_scores(batch, name) for name in names]

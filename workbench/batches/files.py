@@ -38,7 +38,7 @@ from workbench.errors.plain_text import shown
 from workbench.support import files
 
 if TYPE_CHECKING:
-    from workbench.batches.batch import Batch
+    from workbench.batches.handle import BatchHandle
     from workbench.batches.references import Column
 
 FORMAT: Literal[3] = 3
@@ -63,7 +63,7 @@ class Header(BaseModel, strict=True, extra="forbid"):
     vocabulary: Identity | None
 
 
-def write(path: str | os.PathLike[str], batch: Batch, *, mode: int = files.PRIVATE) -> Path:
+def write(path: str | os.PathLike[str], batch: BatchHandle, *, mode: int = files.PRIVATE) -> Path:
     """Write a batch; the file is there whole, or as it was before. What `Batch.save` does."""
     target = files.path_of(path, "path")
     if target.is_dir() or not target.parent.is_dir():
@@ -104,7 +104,7 @@ def _kind(column: Column) -> Kind:
     return "ragged" if column.row_shape == ("*",) else "tensor"
 
 
-def _spool(batch: Batch, name: str, column: Column, file: Path) -> dict[str, Tensor]:
+def _spool(batch: BatchHandle, name: str, column: Column, file: Path) -> dict[str, Tensor]:
     """The tensors of a column, which is fetched a chunk at a time; the values are mapped from `file`."""
     dtype = torch.uint8 if column.dtype == "object" else getattr(torch, column.dtype)
     lengths, shape = [], (0,)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class ShardId(NamedTuple):
@@ -42,6 +44,10 @@ class Pull(NamedTuple):
     def kept(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """The names under which the shard keeps these columns."""
         return (self.name,) if self.name else columns
+
+    def named(self, kept: Mapping[str, T], columns: Iterable[str]) -> Mapping[str, T]:
+        """What the shard gave for `kept(columns)`, under the names of today."""
+        return dict.fromkeys(columns, kept[self.name]) if self.name else kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,3 +135,34 @@ class Location:
                 name = self.names[number] if self.names else ""
                 pulls.append(Pull(self.shards[number], position[group], group, name))
         return pulls
+
+
+# --- row numbers on their way to a host: small, because most of them are runs of consecutive numbers -----------------
+
+
+class PackedRows(NamedTuple):
+    """Run i is `counts[i]` consecutive numbers from `starts[i]`; without `counts`, `starts` are the numbers."""
+
+    starts: np.ndarray
+    counts: np.ndarray | None
+
+    def unpack(self) -> np.ndarray:
+        """The row numbers [rows], int64."""
+        starts = self.starts.astype(np.int64)
+        if self.counts is None:
+            return starts
+        counts = self.counts.astype(np.int64)
+        before = np.cumsum(counts) - counts
+        return np.arange(counts.sum()) + np.repeat(starts - before, counts)
+
+
+def pack(rows: np.ndarray) -> PackedRows:
+    """Row numbers [rows], not negative, in few bytes; linear in rows."""
+    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    if 2 * len(first) < len(rows):
+        return PackedRows(_narrow(rows[first]), _narrow(np.diff(first, append=len(rows))))
+    return PackedRows(_narrow(rows), None)
+
+
+def _narrow(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.min_scalar_type(int(numbers.max()))) if len(numbers) else numbers

@@ -14,8 +14,7 @@ import numpy as np
 from workbench.batches.location import Location, ShardId
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
+    from workbench.batches.columns import Table
     from workbench.batches.vocabulary import Vocabulary
 
 
@@ -60,7 +59,7 @@ class RowProvider(Protocol):
     """What a batch asks of its workbench: rows brought here, lengths of ragged rows, text for tokens, and whose
     tokens they are; and to note of which batches another was made."""
 
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict: ...
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table: ...
 
     def lengths(self, name: str, location: Location) -> np.ndarray: ...
 

@@ -124,3 +124,25 @@ OF_ONE_RESPONSE = (
 COUNTING = ("valid", "counted")
 # columns of token ids, which are shown as text
 TOKEN_COLUMNS = tuple(name for name, schema in SCHEMA.items() if schema.holds == "token ids")
+# the stage that makes a column, for messages
+MADE_BY = {
+    "response_ids": "actor.generate_sequences", "rollout_log_prob": "actor.generate_sequences",
+    "environment_rewards": "actor.generate_sequences(environment=...)",
+    "turn_starts": "actor.generate_sequences(environment=...)",
+    "turn_ends": "actor.generate_sequences(environment=...)",
+    "response_mask": "actor.generate_sequences", "old_log_prob": "actor.compute_log_prob",
+    "gradient_norm": "actor.compute_gradient_norm",
+    "final_values": "critic.compute_values(final=True)",
+    "ref_log_prob": "reference.compute_ref_log_prob", "values": "critic.compute_values",
+    "rewards": "reward.compute_reward", "advantages": "compute_advantages",
+    "returns": "compute_advantages", "costs": "cost.compute_cost",
+    "cost_values": "cost_critic.compute_cost_values",
+    "cost_returns": "compute_advantages(multiplier=...)", "pretrain_ids": "actor.compute_loss",
+    "ref_chosen_log_prob": "reference.compute_ref_pair_log_prob",
+    "ref_rejected_log_prob": "reference.compute_ref_pair_log_prob",
+    "ref_response_log_prob": "reference.compute_ref_feedback_log_prob",
+    "ref_mismatched_log_prob": "reference.compute_ref_feedback_log_prob",
+    "teacher_ids": "teacher.compute_teacher_log_prob",
+    "teacher_log_prob": "teacher.compute_teacher_log_prob",
+    "teacher_tail_log_prob": "teacher.compute_teacher_log_prob",
+}  # fmt: skip

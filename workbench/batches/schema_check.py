@@ -5,7 +5,7 @@ It reads numbers that lie in host memory, each once, and asks nothing of a devic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 import numpy as np
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged, kind_of
 from workbench.batches.contexts import contexts_of, longest_contexts
-from workbench.batches.schema import CONTEXT_STARTS, FINITE, SCHEMA, ColumnSchema
+from workbench.batches.schema import FINITE, SCHEMA, ColumnSchema
 from workbench.errors import BadInput
 from workbench.models.loading import Limits
 
 Rows = Sequence[int] | np.ndarray  # the numbers of a shard's rows in the batch
-ROW_OF = {True: "tokens", False: "one"}  # of a Ragged, and of a Tensor
 ROWS = {
     "one": "one number a row, a Tensor [rows]",
     "tokens": "one number a token of each row, a Ragged",
@@ -29,22 +28,16 @@ UNITS = {"response": "tokens", "turn": "turns"}  # of `ColumnSchema.along`
 
 
 def check_columns(
-    columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, where: str = "", *, all_valid: bool = False,
-    right: Collection[str] = (),
-) -> None:  # fmt: skip
+    columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, where: str = "", *, all_valid: bool = False
+) -> None:
     """Raise `BadInput` naming column, row and value where a known column does not hold what its schema says, where
     columns of one response have other lengths, and where a sequence is longer than the model's context.
 
     limits: of the model that reads them. where: begins the message. all_valid: refuse rows that are not valid too.
-    right: columns that are known to hold what their schema says, each by itself.
     """
     known = {name: schema for name in columns if (schema := SCHEMA.get(name)) is not None}
-    for name, schema in known.items():
-        plain = (
-            name in right or is_plainly_right(columns[name], schema) or _are_plain_ids(columns[name], schema, limits)
-        )
-        if not plain:
-            check_column(name, columns[name], rows, limits, where)
+    for name in known:
+        check_column(name, columns[name], rows, limits, where)
     valid = columns.get("valid")
     if all_valid and isinstance(valid, Tensor) and not valid.all():
         raise BadInput(
@@ -53,8 +46,6 @@ def check_columns(
             "take the others: batch.take(numpy.flatnonzero(batch.fetch(['valid'])['valid']))",
         )
     ragged = {name: column for name in known if isinstance(column := columns[name], Ragged)}
-    if _plainly_fit(ragged, limits):
-        return
     units: dict[str, dict[str, Ragged]] = {}
     for name, column in ragged.items():
         if along := known[name].along:
@@ -66,52 +57,6 @@ def check_columns(
             before = next((other for other in known[name].follows if other in ragged), "")
             contexts = contexts_of(ragged) if name == "response_ids" else {}
             _check_sequences(name, column, before, ragged.get(before), contexts, rows, limits, where)
-
-
-def is_plainly_right(column: ColumnValues, schema: ColumnSchema) -> bool:
-    """Whether a column holds bools or finite numbers as its schema says. Most columns pass this quick look, which takes
-    a tenth of the whole check for a small batch; the others may still be right."""
-    is_ragged = isinstance(column, Ragged)
-    values = column.values if isinstance(column, Ragged) else column
-    if not isinstance(values, Tensor) or values.ndim != 1 or schema.row not in ("either", ROW_OF[is_ragged]):
-        return False
-    if values.dtype is torch.bool:
-        return schema.holds == "zeros and ones"
-    plain = schema.holds == "numbers" and schema.least == -FINITE and schema.most == FINITE
-    return plain and values.is_floating_point() and isfinite(values.detach().sum())
-
-
-def _are_plain_ids(column: ColumnValues, schema: ColumnSchema, limits: Limits) -> bool:
-    """Whether a column holds token ids that the model has. One pass over them: below zero they count as huge."""
-    if schema.holds != "token ids" or not isinstance(column, Ragged) or limits.vocabulary is None:
-        return False
-    ids = column.values
-    if ids.dtype is not torch.int64 or ids.ndim != 1 or ids.device.type != "cpu" or not len(ids):
-        return False
-    return int(np.maximum.reduce(ids.numpy().view(np.uint64))) < limits.vocabulary
-
-
-def _plainly_fit(columns: Mapping[str, Ragged], limits: Limits) -> bool:
-    """Whether known columns are as long as each other, and their sequences as the model reads them: a quick look, as
-    `is_plainly_right` is one. Those of several contexts may still be right."""
-    if CONTEXT_STARTS in columns:
-        return False
-    expected, totals = dict[str, Tensor](), dict[str, np.ndarray]()
-    for name, column in columns.items():
-        schema, lengths = SCHEMA[name], column.lengths
-        first = expected.setdefault(schema.along, lengths) if schema.along else lengths
-        if first is not lengths and not torch.equal(first, lengths):
-            return False
-        if schema.holds == "token ids" and len(column):
-            totals[name] = lengths.numpy()
-            if not schema.empty and not np.minimum.reduce(totals[name]):
-                return False
-    for name in tuple(totals):
-        before = next((other for other in SCHEMA[name].follows if other in columns), None)
-        if before is not None:
-            totals[name] = totals[name] + columns[before].lengths.numpy()
-            totals.pop(before, None)  # it is the shorter one
-    return limits.context is None or all(np.maximum.reduce(total) <= limits.context for total in totals.values())
 
 
 def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:

@@ -65,10 +65,8 @@ class Origin:
 
 @dataclass(kw_only=True)
 class _Entry:
-    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out.
-
-    file, within: where the columns of one that was pushed out are, in a file or in another batch of that name.
-    """
+    """What is known of a batch. kept: a handle of its own; None for one that was only noted, or pushed out. file: where
+    the columns of one that was pushed out are."""
 
     origin: Origin
     made_s: float
@@ -80,7 +78,6 @@ class _Entry:
     handle: weakref.ref[Batch]
     kept: Batch | None
     file: Path | None = None
-    within: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,47 +85,22 @@ class _Entry:
         """The batch, where it is on the hosts."""
         return self.handle() or self.kept
 
-    def push_out(self) -> None:
-        """Release the columns, which are in a file or in another batch as well."""
-        assert self.kept is not None
-        self.columns, self.meta, self.kept = tuple(self.kept.columns), dict(self.kept.meta), None
-
-    def take(self, name: str, whole: Batch) -> Batch:
-        """Have columns again, those that it had, of a batch that has them among others."""
-        batch = whole.known_as(name.rpartition(" ")[0], self.version, self.versions, self.columns, self.meta)
-        self.handle, self.kept, self.within = weakref.ref(batch), batch.twin(), ""
-        return batch
-
 
 class Store:
-    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes` and `limit_batches`, whole numbers from 0
-    on, which may be set; beyond either, those that the notebook does not hold go, oldest first: what a cell made is
-    written to `folder` before, what a loop made is dropped."""
+    """Batches by "name vversion". Holds them on the hosts up to `limit_bytes` and `limit_batches` (each takes memory in
+    the kernel too, however few rows it has), whole numbers from 0 on, which may be set; beyond either, those that the
+    notebook does not hold go, oldest first: what a cell made is written to `folder` before, what a loop made is
+    dropped."""
 
     def __init__(self, folder: Path, limit_bytes: int, limit_batches: int = 500) -> None:
         self.folder, self.limit_bytes, self.limit_batches = folder, limit_bytes, limit_batches
         self._entries: dict[str, _Entry] = {}
         self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
 
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes of batches that the hosts keep."""
-        return self._limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, limit: int) -> None:
-        whole("store.limit_bytes", limit, 0)
-        self._limit_bytes = limit
-
-    @property
-    def limit_batches(self) -> int:
-        """Batches that the hosts keep: each takes memory in the kernel too, however few rows it has."""
-        return self._limit_batches
-
-    @limit_batches.setter
-    def limit_batches(self, limit: int) -> None:
-        whole("store.limit_batches", limit, 0)
-        self._limit_batches = limit
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("limit_bytes", "limit_batches"):
+            whole(f"store.{name}", value, 0)
+        super().__setattr__(name, value)
 
     def add(self, batch: Batch, origin: Origin, made: Iterable[Column], *, by_loop: bool) -> None:
         """Keep a batch. made: its columns that no other batch has."""
@@ -152,15 +124,12 @@ class Store:
 
     def resident_bytes(self) -> int:
         """Bytes of all columns that are kept on the hosts, each counted once."""
-        return sum(column.nbytes for column in self._columns().values())
-
-    def _columns(self) -> dict[tuple[int, str], Column]:
-        found: dict[tuple[int, str], Column] = {}
+        columns: dict[tuple[int, str], Column] = {}
         for entry in list(self._entries.values()):
             batch = entry.batch
             if batch is not None and not batch.pending:
-                found |= {(id(column.location), name): column for name, column in batch.columns.items()}
-        return found
+                columns |= {(id(column.location), name): column for name, column in batch.columns.items()}
+        return sum(column.nbytes for column in columns.values())
 
     def trim(self, save: Callable[[Batch, Path], Path]) -> None:
         """Release what is beyond a limit and not held by the notebook; `save` writes a batch to a file and returns its
@@ -175,38 +144,24 @@ class Store:
             too_many = too_many and count > (1 - SLACK) * self.limit_batches
             if not (too_large or too_many):
                 return
-            if entry.handle() is not None or (entry.kept is not None and entry.kept.pending):
+            kept = entry.kept
+            if entry.handle() is not None or (kept is not None and kept.pending):
                 continue
-            if entry.kept is None:
-                if entry.by_loop and entry.file is None:
-                    del self._entries[name]
-                continue
-            if not entry.by_loop and entry.file is None:  # one that was read from its file is still in it
-                entry.within = self._held_elsewhere(name, entry.kept)
-            if not (entry.by_loop or entry.file or entry.within):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    entry.file = save(entry.kept, self.file_of(name))
-                except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
-                    warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
-                    continue
-            entry.push_out()
-            count -= 1
+            if kept is not None:
+                if not (entry.by_loop or entry.file):  # one that was read from its file is still in it
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    try:
+                        entry.file = save(kept, self.file_of(name))
+                    except Exception as error:  # what cannot be written stays: nothing is lost, and the stage goes on
+                        warnings.warn(f"{name} stays in memory: {error}", stacklevel=2)
+                        continue
+                entry.columns, entry.meta, entry.kept = tuple(kept.columns), dict(kept.meta), None
+                del kept  # its memory is counted below
+                count -= 1
+                if too_large:
+                    self._most_bytes = self.resident_bytes()
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
-            if too_large:
-                self._most_bytes = self.resident_bytes()
-
-    def _held_elsewhere(self, name: str, batch: Batch) -> str:
-        """The name of another batch that is kept and has all columns of this one: nothing is lost without it."""
-        mine = {(id(column.location), column_name) for column_name, column in batch.columns.items()}
-        for other, entry in list(self._entries.items()):
-            kept = entry.kept
-            if other != name and not entry.by_loop and kept is not None and not kept.pending:
-                theirs = {(id(column.location), column_name) for column_name, column in kept.columns.items()}
-                if mine <= theirs:
-                    return other
-        return ""
 
     def release(self, name: str) -> list[str]:
         """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
@@ -215,45 +170,30 @@ class Store:
             raise self._unknown(name)
         for full in gone:
             del self._entries[full]
-        for full, entry in gone.items():
-            self._hand_down(full, entry)
-        in_use = {entry.file for entry in self._entries.values()}
         for entry in gone.values():
-            if entry.file is not None and entry.file not in in_use:
+            if entry.file is not None:
                 entry.file.unlink(missing_ok=True)
         return list(gone)
 
-    def _hand_down(self, name: str, entry: _Entry) -> None:
-        """Give what is known of a batch's columns to those of the others that were pushed out because it had theirs."""
-        batch = entry.batch
-        for other, covered in self._entries.items():
-            if covered.within == name and batch is not None:
-                covered.take(other, batch)
-            elif covered.within == name:
-                covered.file, covered.within = entry.file, entry.within
-
     def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
         """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""
-        full = (
-            name
-            if name in self._entries
-            else next((n for n in reversed(self._entries) if n.startswith(f"{name} v")), "")
-        )
+        newest = (known for known in reversed(self._entries) if known.startswith(f"{name} v"))
+        full = name if name in self._entries else next(newest, "")
         if not full:
             raise self._unknown(name)
         entry = self._entries[full]
         batch = entry.batch
         if batch is not None:
             return batch
-        if entry.within:
-            return entry.take(full, self.get(entry.within, load))
         if entry.file is None:
             raise self._unknown(full)
         before = set(self._entries)
-        loaded = entry.take(full, load(entry.file))
+        loaded = load(entry.file)
         for part in set(self._entries) - before:  # it has its entry already
             del self._entries[part]
-        return loaded
+        batch = loaded.known_as(full.rpartition(" ")[0], entry.version, entry.versions, entry.columns, entry.meta)
+        entry.handle, entry.kept = weakref.ref(batch), batch.twin()
+        return batch
 
     def _unknown(self, name: str) -> NotFound:
         known = ", ".join(list(self._entries)[-6:]) or "none"
@@ -341,7 +281,7 @@ class Store:
                     "rows": entry.rows,
                     "columns": len(entry.columns),
                     "size_bytes": 0 if batch is None or batch.pending else batch.nbytes,
-                    "where": self._where(entry),
+                    "where": "hosts" if entry.batch is not None else "file" if entry.file else "gone",
                     "held": entry.handle() is not None,
                     "weights_version": entry.origin.weights_version,
                     "run": entry.origin.run,
@@ -353,13 +293,6 @@ class Store:
         if rows:
             frame[["weights_version", "run"]] = frame[["weights_version", "run"]].astype("Int64")
         return frame
-
-    def _where(self, entry: _Entry) -> str:
-        if entry.handle() is not None or entry.kept is not None:
-            return "hosts"
-        if entry.within:
-            return self._where(self._entries[entry.within])
-        return "file" if entry.file else "gone"
 
     def lineage(self, name: str) -> pd.DataFrame:
         """The batch and all that it was made of, newest first."""

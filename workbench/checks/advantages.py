@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, rows_at
 from workbench.checks.report import Finding, finding
-from workbench.checks.subject import NEW_TOKENS, SEED, Subject, rows_of
+from workbench.checks.subject import NEW_TOKENS, SEED, Subject
 from workbench.objectives.correction import Correction
 
 # One call for each way that a number takes through `compute_advantages`.
@@ -53,7 +53,7 @@ def check_advantages(subject: Subject) -> Finding:
         return {name: column for name, column in batch.fetch(names).items() if isinstance(column, Ragged)}
 
     for arguments in ESTIMATES:
-        clean, dealt = made(table, arguments), made(rows_of(table, order), arguments)
+        clean, dealt = made(table, arguments), made(rows_at(table, order), arguments)
         others = {
             "with garbage outside the mask": made(spoilt, arguments),
             "with its rows in another order, on other ranks": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,7 @@ def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
     with isolated(lab.runner, "evaluate/stages"):
         for name, rows in sets.items():
             found = _responses(lab, rows, asked)
-            frames[name] = _summary_of(found, asked)
+            frames[name] = summary(found, asked.samples)
             found.insert(0, "data", name)
             responses.append(found)
     values = {f"{name}/{metric}": value for name, metrics in frames.items() for metric, value in metrics.items()}
@@ -115,14 +114,6 @@ def _function(value: Any) -> str:
 def _check(lab: Lab, asked: Asked) -> None:
     """Raise `BadInput` for what a stage, or the summary, would refuse after the first response."""
     whole("samples", asked.samples, 1)
-    if asked.sampling is not None and not isinstance(asked.sampling, Sampling):
-        raise BadInput(f"sampling={shown(asked.sampling)}", "must be a wb.Sampling(...)")
-    if not isinstance(asked.threshold, numbers.Real):
-        raise BadInput(
-            f"threshold={shown(asked.threshold)}", "the reward from which on a response has passed, a number"
-        )
-    if asked.answer is not None and not callable(asked.answer):
-        raise BadInput(f"answer={shown(asked.answer)}", "a function of a response that gives its answer, or None")
     if "actor" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without an actor", "its generation engine writes the responses",
@@ -197,34 +188,6 @@ def _answer(function: Callable[[str], Any], response: str) -> Any:
     return answer
 
 
-def _summary_of(found: pd.DataFrame, asked: Asked) -> dict[str, float]:
-    """The row of a data set, of its responses."""
-    lengths, valid = found["response_tokens"].to_numpy(), found["valid"].to_numpy()
-    row = summary(
-        found["reward"].to_numpy(), lengths, found["finished"].to_numpy(), asked.samples, asked.threshold, valid
-    )
-    kept = found[found["valid"]]
-    prompts = [one for _, one in kept.groupby("prompt_index", sort=False)]
-    for k in _ks(asked.samples):
-        enough = [one for one in prompts if len(one) >= k]
-        if asked.answer is not None:
-            voted = [majority_at_k(one["answer"].tolist(), one["passed"].tolist(), k) for one in enough]
-            row[f"majority@{k}"] = _mean(voted)
-        if asked.select is not None:
-            scored = [one for one in (one[one["selection_score"].notna()] for one in prompts) if len(one) >= k]
-            best = [best_of_k(one["selection_score"].tolist(), one["reward"].tolist(), k) for one in scored]
-            row[f"best_of@{k}"] = _mean(best)
-    if asked.select is not None:  # of the responses that did not fail before
-        row["selection_failed_fraction"] = _mean(kept["selection_score"].isna().to_numpy())
-    for name in found.columns:
-        if name.startswith("reward/"):
-            row[f"{name}_mean"] = _mean(kept[name].to_numpy())
-    tokens = lengths[valid]
-    row["response_tokens_median"] = float(np.median(tokens)) if len(tokens) else float("nan")
-    row["response_tokens_p95"] = float(np.quantile(tokens, 0.95)) if len(tokens) else float("nan")
-    return row
-
-
 def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
     """A reward passes from `threshold` on, rounded to the rewards' dtype: 0.9 in float32 is a little less than
     Python's."""
@@ -237,38 +200,47 @@ def _ks(samples: int) -> list[int]:
     return sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
 
 
-def summary(
-    rewards: np.ndarray, lengths: np.ndarray, finished: np.ndarray, samples: int, threshold: float,
-    valid: np.ndarray | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """The row of one data set. All arrays [prompts x samples], the samples of a prompt side by side.
+def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
+    """The row of a data set, of its responses; the samples of a prompt stand side by side.
 
-    lengths: tokens of each response that the policy chose. valid: those that did not fail (None: all); the others count
-    nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid samples.
-
-    The standard error is that of the prompts' means: samples of one prompt are not independent of each other (Miller
-    2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
+    Responses that failed count nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid
+    samples. The standard error is that of the prompts' means: samples of one prompt are not independent of each other
+    (Miller 2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
     """
-    valid = np.ones(len(rewards), dtype=bool) if valid is None else valid
-    rows = valid.reshape(-1, samples)
-    counts = rows.sum(1)
-    scores = rewards.astype(np.float64).reshape(-1, samples)
-    means = np.array([one[kept].mean() for one, kept in zip(scores, rows, strict=True) if kept.any()])
-    passed = (_passed(rewards, threshold) & valid).reshape(-1, samples).sum(1)
-    error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
-    return {
-        "prompts": float(len(rows)),
+    valid = found["valid"].to_numpy()
+    kept, lengths = found[valid], found["response_tokens"].to_numpy()[valid]
+    prompts = [one for _, one in kept.groupby(np.arange(len(found))[valid] // samples)]
+    means = np.array([one["reward"].to_numpy(np.float64).mean() for one in prompts])
+    row = {
+        "prompts": float(len(found) // samples),
         "samples": float(samples),
         "reward_mean": _mean(means),
-        "reward_standard_error": error,
-        **{
-            f"pass@{k}": _mean([pass_at_k(int(n), int(c), k) for n, c in zip(counts, passed, strict=True) if n >= k])
-            for k in _ks(samples)
-        },
-        "response_tokens_mean": _mean(lengths[valid]),
-        "truncated_fraction": 1 - _mean(finished[valid]),
-        "failed_fraction": float(1 - valid.mean()),
+        "reward_standard_error": float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan"),
     }
+    enough = {k: [one for one in prompts if len(one) >= k] for k in _ks(samples)}
+    row |= {
+        f"pass@{k}": _mean([pass_at_k(len(one), int(one["passed"].sum()), k) for one in of]) for k, of in enough.items()
+    }
+    row["response_tokens_mean"] = _mean(lengths)
+    row["truncated_fraction"] = 1 - _mean(kept["finished"].to_numpy())
+    row["failed_fraction"] = float(1 - valid.mean())
+    for k, of_k in enough.items():
+        if "answer" in found:
+            row[f"majority@{k}"] = _mean(
+                [majority_at_k(one["answer"].tolist(), one["passed"].tolist(), k) for one in of_k]
+            )
+        if "selection_score" in found:
+            scored = [one for one in (one[one["selection_score"].notna()] for one in prompts) if len(one) >= k]
+            best = [best_of_k(one["selection_score"].tolist(), one["reward"].tolist(), k) for one in scored]
+            row[f"best_of@{k}"] = _mean(best)
+    if "selection_score" in found:  # of the responses that did not fail before
+        row["selection_failed_fraction"] = _mean(kept["selection_score"].isna().to_numpy())
+    for name in found.columns:
+        if name.startswith("reward/"):
+            row[f"{name}_mean"] = _mean(kept[name].to_numpy())
+    row["response_tokens_median"] = float(np.median(lengths)) if len(lengths) else float("nan")
+    row["response_tokens_p95"] = float(np.quantile(lengths, 0.95)) if len(lengths) else float("nan")
+    return row
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, rows_at
 from workbench.checks.report import Finding, NotApplicable, finding
-from workbench.checks.subject import FORWARD, Subject, row_gaps, rows_of, worst
+from workbench.checks.subject import FORWARD, Subject, row_gaps, worst
 
 RATIO = "first_minibatch/ratio/max_deviation"
 
@@ -70,7 +70,7 @@ def check_invariance(subject: Subject) -> Finding:
         }
         for name, parts in variants.items():
             for part in parts:
-                values, batch = subject.forward(role, rows_of(subject.table, part))
+                values, batch = subject.forward(role, rows_at(subject.table, part))
                 gap, i = worst(row_gaps(values, expected.take(part.tolist())))
                 where = subject.rank_of(batch, FORWARD[role][1], i)
                 found.append((gap / limit, f"{role}, row {part[i]} on {where}, {name}"))

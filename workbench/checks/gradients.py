@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from workbench.batches.columns import rows_at
 from workbench.checks.report import Finding, finding
-from workbench.checks.subject import MeasuredUpdate, Subject, and_more, dealt_otherwise, rows_of
+from workbench.checks.subject import MeasuredUpdate, Subject, and_more, dealt_otherwise
 from workbench.workers.gradients import GradientReport
 
 # Relative differences that rounding makes of sums in another order.
@@ -48,7 +49,7 @@ def check_denominators(subject: Subject) -> Finding:
     for role, form, name, ranks in subject.measured:
         others = {"between one micro-batch and one a row": subject.measure(role, table, 1, **form)}
         if subject.lab.groups[role].layout.d > 1:
-            dealt = rows_of(table, dealt_otherwise(subject.lab, role, subject.rows))
+            dealt = rows_at(table, dealt_otherwise(subject.lab, role, subject.rows))
             others["between two ways to deal rows to ranks"] = subject.measure(role, dealt, tokens, **form)
         if role == "actor" and not {"entropy_coefficient", "kl_coefficient"} & set(form):
             others["between rows without advantage skipped and not"] = subject.measure(

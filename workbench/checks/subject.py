@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from workbench.batches.balance import minibatch_rows
-from workbench.batches.carrier import carry, columns_of, rows_at
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.report import NotApplicable
 from workbench.models.tokenizers import beginning
@@ -295,11 +294,6 @@ def dealt_otherwise(lab: Lab, role: str, rows: int) -> np.ndarray:
     """Row numbers in an order in which each minibatch of a role keeps its rows, and other ones lie on each rank."""
     minibatches, ranks = minibatch_rows(rows, minibatches_of(lab, role)), lab.groups[role].layout.d
     return np.concatenate([rows[rank::ranks] for rows in minibatches for rank in range(ranks)])
-
-
-def rows_of(table: Table, order: np.ndarray) -> Table:
-    """A table's rows by number, in that order."""
-    return columns_of(rows_at(carry(table), order))
 
 
 def row_gaps(one: Ragged, two: Ragged, of_row: Callable[[Tensor], Tensor] = torch.max) -> list[float]:

@@ -33,10 +33,9 @@ class Description:
     defaults: dtype, training and generation of models that say nothing of them.
     devices: how many there are; None: as many as the cluster that was joined has.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
-    idle_hours: after how long without a stage it closes itself; None: never. moved: the hosts, where `lab.move` has
-    changed them. opened: the digest at the opening, where it differs from the present one. None of these is part of the
-    `digest`. record: whether cells and command lines are recorded. changed: role and field of training settings that
-    were assigned while it lived.
+    moved: the hosts, where `lab.move` has changed them. opened: the digest at the opening, where it differs from the
+    present one. None of these is part of the `digest`. record: whether cells and command lines are recorded. changed:
+    role and field of training settings that were assigned while it lived.
     """
 
     id: str
@@ -51,7 +50,6 @@ class Description:
     address: str | None
     defaults: Mapping[str, Any]
     share_memory: ShareMemory = False
-    idle_hours: float | None = None
     moved: tuple[HostInfo, ...] = ()
     opened: str = ""
     record: bool = True
@@ -74,7 +72,6 @@ class Description:
         seed: int,
         address: str | None,
         share_memory: ShareMemory = False,
-        idle_hours: float | None = None,
         record: bool = True,
     ) -> Description:
         """Fill in defaults and check everything that can be checked without starting a process."""
@@ -131,7 +128,6 @@ class Description:
             address=address,
             defaults=defaults,
             share_memory=share_memory,
-            idle_hours=idle_hours,
             record=record,
         )
         check(description)
@@ -307,7 +303,6 @@ class Description:
             log_path=None,
             share_memory=self.share_memory,
             again=again,
-            idle_s=None if self.idle_hours is None or number else 3600 * self.idle_hours,
         )
         return (
             info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
@@ -335,7 +330,7 @@ class Description:
         return {
             field: value
             for field, value in vars(self).items()
-            if field not in ("id", "idle_hours", "moved", "opened", "changed") and (field, value) != ("record", True)
+            if field not in ("id", "moved", "opened", "changed") and (field, value) != ("record", True)
         }
 
     def differences(self, other: Description) -> list[str]:

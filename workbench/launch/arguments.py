@@ -21,7 +21,7 @@ from workbench.launch.options import Option
 from workbench.settings.engines import SHARE_MEMORY, DType, ShareMemory
 from workbench.support.files import path_of
 from workbench.support.named_fields import check_names
-from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveFloat, PositiveInt, Rule, checked
+from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveInt, Rule, checked
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -57,7 +57,6 @@ Device = Literal["cpu", "cuda"]
 IfExists = Literal["attach", "replace", "error"]
 Address = Annotated[str, Field(min_length=1), TEXT]
 Sharing = Annotated[ShareMemory, Rule(f"must be one of {', '.join(map(repr, SHARE_MEMORY))}")]
-IdleHours = Annotated[PositiveFloat, Rule("must be more than 0", "None for a workbench that never closes itself")]
 Trackers = Annotated[
     str | Annotated[tuple[str, ...], SEQUENCE],
     AfterValidator(_check_trackers),
@@ -78,7 +77,7 @@ OPTIONS: Mapping[str, Option] = {
     "save_every": Option("--save-every", PositiveInt | None, "a checkpoint after each N iterations", "N"),
 }
 HINTS = {name: option.hint for name, option in OPTIONS.items()} | {
-    "dtype": DType | None, "share_memory": Sharing, "idle_hours": IdleHours | None, "record": bool,
+    "dtype": DType | None, "share_memory": Sharing, "record": bool,
 }  # fmt: skip
 
 

@@ -17,9 +17,9 @@ def say_at_opening(lab: Workbench) -> None:
     for role, model in description.models.items():
         if model.trained and model.training is not None and (doubt := model.training.doubt(role)):
             print(doubt)
-    if in_notebook() and description.backend == "ray" and description.idle_hours is not None:
-        name, hours = lab.name, f"{description.idle_hours:g} h"
-        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), and closes itself after {hours} unused")
+    if in_notebook() and description.backend == "ray":
+        name = lab.name
+        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), until lab.close() or `wb stop {name}`")
 
 
 def _about_prompts(lab: Workbench) -> list[str]:

@@ -60,7 +60,6 @@ def open(
     seed: NonNegativeInt = 0,
     address: arguments.Address | None = None,
     share_memory: ShareMemory = False,
-    idle_hours: arguments.IdleHours | None = 24.0,
     if_exists: arguments.IfExists = "attach",
     runs: arguments.Folder = "runs",
     track: arguments.Trackers = (),
@@ -86,8 +85,6 @@ def open(
         key-value cache are freed while something else computes. Results stay the same to the last bit; a sync is due
         whenever vLLM has slept. Spans "offload" and "load" say what it costs, `lab.topology()` where the bytes are.
         On a CPU, which has one memory, nothing moves; "always" moves all the same, to try it out.
-    idle_hours: a workbench on Ray outlives its kernel; it closes itself after so many hours without a stage, which is
-        said at opening in a notebook. None: never.
     if_exists: what to do when a workbench of that name lives. "attach": take it up if it was opened with the same
         description, or has been moved to it, else `NameTaken`; "replace": close it first; "error": `NameTaken`, which
         is the default in a script that `wb.script` runs.
@@ -118,7 +115,7 @@ def open(
         description = Description.of(
             name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
             dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-            share_memory=share_memory, idle_hours=idle_hours, record=record,
+            share_memory=share_memory, record=record,
         )  # fmt: skip
         restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
         description = description if restoring is None else restoring.retrained()

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.batches.location import Pull
-from workbench.batches.row_encoding import pack
+from workbench.batches.location import Pull, pack
 from workbench.messages.replies import UpdatePart
 from workbench.placement import host_name
 from workbench.settings.engines import ShareMemory, Training
@@ -20,7 +19,7 @@ class HostInfo:
     """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
     lab: the workbench's id. share_memory: see `workbench.open`. again: how many earlier pools of that name `lab.move`
-    has ended. idle_s: see `workbench.backends.idle`.
+    has ended.
     """
 
     lab: str
@@ -32,7 +31,6 @@ class HostInfo:
     log_path: str | None
     share_memory: ShareMemory = False
     again: int = 0
-    idle_s: float | None = None
 
     @property
     def name(self) -> str:

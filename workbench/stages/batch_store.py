@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.batches.carrier import carry, columns_of, end_to_end, from_wire, rows_at, to_wire, under_names
-from workbench.batches.columns import Ragged, Table, describe, nbytes
+from workbench.batches.columns import Table, assembled, check_form, describe, nbytes
 from workbench.batches.location import Location, ShardId
 from workbench.batches.references import Column, ShardCounts
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
+from workbench.batches.wire import from_wire, to_wire
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -71,7 +70,7 @@ class BatchStore:
         self._groups.check_alive(self._groups.lead)
         self._counters.batch += 1
         host, key = self._groups.lead.hosts[0], f"{self._ownership.controller}-put-{self._counters.batch}"
-        self._hosts.backend.ask(host, "put", key, to_wire(carry(found))).result()
+        self._hosts.backend.ask(host, "put", key, to_wire(found)).result()
         rows = len(next(iter(found.values())))
         location = Location.of_parts([(ShardId(host, key), np.arange(rows))])
         columns = {}
@@ -106,18 +105,17 @@ class BatchStore:
         origin = Origin(stage=f"batch.{tool}", inputs=tuple(other.id for other in inputs))
         self.store.note(batch, origin, by_loop=self.by_loop)
 
-    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> TensorDict:
+    def pull(self, columns: Mapping[str, Column], rows: np.ndarray) -> Table:
         """Bring rows of columns into this process (what `Batch.fetch` does)."""
         self._ownership.check_open()
-        pulled = carry({}, rows=len(rows))
+        table: Table = {}
         for names, pulls in group_pulls(columns, tuple(columns), rows, self._hosts.shard_successors):
-            pieces = []
+            parts = []
             for p in pulls:
                 wire = self._hosts.backend.ask(p.shard.host, "fetch", p.shard.key, p.kept(names), p.positions).result()
-                pieces.append(under_names(p, from_wire(wire), names))
-            order = np.argsort(np.concatenate([p.destinations for p in pulls]))
-            pulled.update(rows_at(end_to_end(pieces), order))
-        return pulled.select(*columns)
+                parts.append((p.destinations, p.named(from_wire(wire), names)))
+            table |= assembled(parts)
+        return {name: table[name] for name in columns}
 
     def lengths(self, name: str, location: Location) -> np.ndarray:
         """Lengths of the rows of a ragged column, asked of the hosts (what `Batch.lengths` does)."""
@@ -161,9 +159,7 @@ META: Mapping[str, Any] = {
 }
 
 
-def _as_meta(meta: Any, where: str) -> dict[str, Any]:
-    if not isinstance(meta, Mapping | None) or not all(isinstance(name, str) for name in meta or {}):
-        raise BadInput(f"{where}: meta={shown(meta)}", "plain values by name", "meta={'iteration': 3}")
+def _as_meta(meta: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     try:
         return {name: checked(f"meta[{name!r}]", value, META.get(name, Any)) for name, value in (meta or {}).items()}
     except BadInput as error:
@@ -193,19 +189,12 @@ def _as_table(table: Any) -> Table:
         )
     if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
         raise BadInput(f"put({shown(table)})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
-    found: Table = dict(table) if isinstance(table, Mapping) else columns_of(table)
+    if isinstance(table, Mapping):
+        found: Table = dict(table)
+    else:
+        from workbench.batches.tensordicts import from_tensordict
+
+        found = from_tensordict(table)
     for name, column in found.items():
-        if not isinstance(column, Tensor | Ragged | list) or (isinstance(column, Tensor) and column.ndim == 0):
-            what = "a tensor without axes" if isinstance(column, Tensor) else f"a {type(column).__name__}"
-            raise BadInput(
-                f"put(): column {name!r} is {what}",
-                "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-                "turn an array into a tensor with torch.from_numpy(array); give one value a row",
-            )
-        if isinstance(column, Ragged) and not column.is_whole:
-            raise BadInput(
-                f"put(): column {name!r} has {len(column.values)} values for lengths {shown(column.lengths.tolist())}",
-                "a Ragged holds its rows end to end: its lengths are whole numbers from 0 that add up to its values",
-                "make it with Ragged.of(rows, dtype)",
-            )
+        check_form(name, column, BadInput, "put(): ")
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
-from workbench.batches.schema_check import first_of, is_plainly_right
+from workbench.batches.schema_check import first_of
 from workbench.data.reward_function import NOT_ASKED, first_failure
 from workbench.display.html import bytes_text
 from workbench.errors import StageError
@@ -92,20 +92,14 @@ def failed_rows(
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
 
 
-def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> frozenset[str]:
+def require_finite(output: Output, call: Call, shard: Shard | None, worker: Worker) -> None:
     """Raise `StageError` where a column of numbers of a stage of ours holds NaN or infinity. It names the first such
     row of the batch, and what is not finite before it: a column that was read, a weight, or the output of a module.
 
-    Columns of a user's own stages may hold any number. Returns the columns that by this look hold what their schema
-    says.
+    Columns of a user's own stages may hold any number.
     """
-    right = set()
     for name, column in output.columns.items():
-        schema = SCHEMA.get(name)
-        if schema is not None and is_plainly_right(column, schema):
-            right.add(name)
-            continue
-        found = None if schema is None else first_not_finite(column)
+        found = first_not_finite(column) if name in SCHEMA else None
         if found is None:
             continue
         row, token, value = found
@@ -115,7 +109,6 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
         rows = sum(first_not_finite(_row(column, row)) is not None for row in range(len(column)))
         more = f", the first of {rows} such rows" if rows > 1 else ""
         raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
-    return frozenset(right)
 
 
 def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None:
@@ -123,9 +116,10 @@ def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None
     values = column.values if isinstance(column, Ragged) else column
     if not isinstance(values, Tensor) or not values.is_floating_point():
         return None
-    if not values.numel() or all(map(math.isfinite, torch.aminmax(values.detach()))):
+    if math.isfinite(values.detach().sum()):  # five times as fast as a look at each
         return None
-    return first_of(column, ~torch.isfinite(values))
+    bad = ~torch.isfinite(values)  # none, where the sum alone is beyond the dtype
+    return first_of(column, bad) if bad.any() else None
 
 
 def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:

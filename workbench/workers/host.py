@@ -153,9 +153,9 @@ class Host(Shards):
         try:
             with self._labels(call.stage, call.run, call.role):
                 recorder.add("queue", call.submitted_s, time.time())
-                output, right = self._carry_out(call)
+                output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
-                columns = self._keep(output.columns, call, right)
+                columns = self._keep(output.columns, call)
         except StageStopped as stop:
             stopped = stop.part
         except BaseException as error:
@@ -189,8 +189,8 @@ class Host(Shards):
         """The reply of the last stage, if it was that run: for a kernel that reattaches."""
         return self._last[1] if self._last is not None and self._last[0] == run else None
 
-    def _carry_out(self, call: Call) -> tuple[Output, frozenset[str]]:
-        """What the worker's method gives, and those of its columns that are known to hold what their schema says."""
+    def _carry_out(self, call: Call) -> Output:
+        """What the worker's method gives."""
         recorder, worker, arguments, shard = self.recorder, self.workers[call.role], call.args, None
         if call.rows is not None:
             with worker.context.communicator.all_or_none():
@@ -204,13 +204,14 @@ class Host(Shards):
             result = getattr(worker, call.method)(*arguments, **call.kwargs)
         output = result if isinstance(result, Output) else Output(value=result)
         output = replace(output, notes=(*output.notes, *worker.take_notes()))
-        return output, require_finite(output, call, shard, worker)
+        require_finite(output, call, shard, worker)
+        return output
 
     def _shard(self, call: Call, rows: np.ndarray, worker: Worker) -> Shard:
         """This rank's rows of a stage's batch, which hold what their columns' schema says."""
         with self.recorder.span("transfer") as counted:
-            columns, right = self._pull(call, counted)
-            check_columns(columns, rows, worker.limits, all_valid=call.all_valid, right=right)
+            columns = self._pull(call, counted)
+            check_columns(columns, rows, worker.limits, all_valid=call.all_valid)
         sizes, sample = call.minibatch_sizes, call.sample
         return Shard(columns=columns, rows=rows, minibatch_sizes=sizes, sample=sample, meta=call.meta)
 
@@ -219,9 +220,9 @@ class Host(Shards):
         listener, self.on_progress = self.on_progress, None
         try:
             with self._labels(call.stage, call.run, call.role):
-                output, right = self._carry_out(call)
+                output = self._carry_out(call)
                 as_metrics(output.metrics)
-                self._keep(output.columns, replace(call, keep=False), right)
+                self._keep(output.columns, replace(call, keep=False))
             return output
         finally:
             self.on_progress = listener

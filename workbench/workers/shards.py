@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from workbench.batches.carrier import (
-    carried_bytes,
-    carry,
-    columns_of,
-    end_to_end,
-    from_wire,
-    own_copy,
-    rows_at,
-    side_by_side,
-    to_wire,
-    under_names,
-)
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, check_form, own_copy, rows_at, table_bytes
 from workbench.batches.location import Pull, inherited
-from workbench.batches.schema import SCHEMA
-from workbench.batches.schema_check import is_plainly_right
+from workbench.batches.wire import from_wire, to_wire
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 class Peers(Protocol):
@@ -40,16 +23,14 @@ class Peers(Protocol):
 
 
 class _Shard(NamedTuple):
-    """Its bytes are counted once: an iteration asks for the sum over all shards. right: columns that were compared with
-    their schema when they were put, or the stage that made them ended, so that the stages that read them need not."""
+    """Its bytes are counted once: an iteration asks for the sum over all shards."""
 
-    columns: TensorDict
+    columns: Table
     nbytes: int
-    right: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, columns: TensorDict, right: frozenset[str] = frozenset()) -> _Shard:
-        return cls(columns, carried_bytes(columns), right)
+    def of(cls, columns: Table) -> _Shard:
+        return cls(columns, table_bytes(columns))
 
 
 class Shards:
@@ -60,81 +41,68 @@ class Shards:
         self._shards: dict[str, _Shard] = {}
         self._lock = threading.Lock()
 
-    def _keep(self, columns: Table, call: Call, right: frozenset[str]) -> Table:
-        for name, column in columns.items():
-            _check_column(name, column, call)
+    def _keep(self, columns: Table, call: Call) -> Table:
+        rows = 0 if call.rows is None else len(call.rows)
+        for name, column in columns.items():  # the controller adds operation and rank to the errors
+            check_form(name, column, StageError)
+            if len(column) != rows:
+                rule = f"that rank was given {rows}, and an operation returns one row for each, in the same order"
+                raise StageError(f"column {name!r} has {len(column)} rows", rule)
         if columns and call.keep:
             with self._lock:
-                self._shards[call.key] = _Shard.of(carry(columns), right)
+                self._shards[call.key] = _Shard.of(dict(columns))
         return columns
 
-    def _pull(self, call: Call, counted: Any) -> tuple[Table, set[str]]:
-        """A call's columns, and those of them that are known to hold what their schema says."""
+    def _pull(self, call: Call, counted: Any) -> Table:
+        """A call's columns, in memory of their own: a worker may write into them, and a batch never changes."""
         assert call.rows is not None
         pulled: Table = {}
-        right: set[str] = set()
         for names, pulls in call.pulls:
             parts = []
             for pull in pulls:
-                parts.append(self._fetch_one(call, names, pull))
-                counted.bytes += 0 if self._is_here(pull) else carried_bytes(parts[-1])
-            order = np.argsort(np.concatenate([pull.destinations for pull in pulls]))
-            columns = columns_of(rows_at(end_to_end(parts), order))
-            if len(pulls) == 1 and self._is_here(pulls[0]) and side_by_side(pulls[0].positions):
-                columns = own_copy(columns)  # a worker may write into its columns; a batch never changes
-            pulled |= columns
-            right |= set(names).intersection(*map(self._right, pulls))
-        return pulled, right
-
-    def _right(self, pull: Pull) -> frozenset[str]:
-        """Columns of a shard that are known to hold what their schema says. One that was renamed has another."""
-        if pull.name or not self._is_here(pull):
-            return frozenset()
-        with self._lock:
-            shard = self._shards.get(pull.shard.key)
-        return frozenset() if shard is None else shard.right
+                part = self._fetch_one(call, names, pull)
+                counted.bytes += 0 if self._is_here(pull) else table_bytes(part)
+                parts.append((pull.destinations, part))
+            pulled |= assembled(parts)
+        return pulled
 
     def _is_here(self, pull: Pull) -> bool:
         return pull.shard.host == self.info.name
 
-    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> TensorDict:
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Mapping[str, ColumnValues]:
+        key, kept = pull.shard.key, pull.kept(names)
         if self._is_here(pull):
-            kept = self._columns(pull.shard.key, pull.kept(names))
-            return under_names(pull, rows_at(kept, pull.positions), names)
+            return pull.named(rows_at(self._kept(key, kept), pull.positions), names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
-            asked = (pull.shard.key, pull.kept(names), pull.positions)
-            part = from_wire(self._peers.call(pull.shard.host, "fetch", *asked))
-            moved.bytes = carried_bytes(part)
-        return under_names(pull, part, names)
+            part = from_wire(self._peers.call(pull.shard.host, "fetch", key, kept, pull.positions))
+            moved.bytes = table_bytes(part)
+        return pull.named(part, names)
 
-    def _columns(self, key: str, names: Iterable[str]) -> TensorDict:
+    def _kept(self, key: str, names: Iterable[str]) -> Table:
         with self._lock:
             shard = self._shards.get(key)
         if shard is None:
             raise NotFound(
                 f"shard {key} is no longer on host {self.info.name}", "its batch was released", "run its stage again"
             )
-        return shard.columns.select(*names)
+        return {name: shard.columns[name] for name in names}
 
-    def fetch(self, key: str, columns: tuple[str, ...], positions: Any) -> dict[str, Any]:
-        return to_wire(rows_at(self._columns(key, columns), positions))
+    def fetch(self, key: str, columns: tuple[str, ...], positions: np.ndarray) -> dict[str, Any]:
+        return to_wire(rows_at(self._kept(key, columns), positions))
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
         """Lengths of rows of a ragged column, with which a controller balances rows without their tokens."""
-        ragged = columns_of(self._columns(key, (column,)))[column]
+        ragged = self._kept(key, (column,))[column]
         assert isinstance(ragged, Ragged), column
         lengths: np.ndarray = ragged.lengths.numpy()[positions]
         return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
         """Keep a table that the controller made (prompts)."""
-        columns = from_wire(wire)
-        schemas = {name: (column, SCHEMA[name]) for name, column in columns_of(columns).items() if name in SCHEMA}
-        right = frozenset(name for name, checked in schemas.items() if is_plainly_right(*checked))
         with self._lock:
-            self._shards[key] = _Shard.of(columns, right)
+            self._shards[key] = _Shard.of(own_copy(from_wire(wire)))
 
     def release(self, keys: Collection[str]) -> None:
         with self._lock:
@@ -146,7 +114,7 @@ class Shards:
     def inherit(self, host: str) -> None:
         for key in self._peers.call(host, "shard_keys"):
             with self.recorder.transfer(host, self.info.name, columns=key, kind="move") as moved:
-                shard = _Shard.of(from_wire(self._peers.call(host, "whole_shard", key)))
+                shard = _Shard.of(own_copy(from_wire(self._peers.call(host, "whole_shard", key))))
                 moved.bytes = shard.nbytes
             with self._lock:
                 self._shards[inherited(host, key)] = shard
@@ -170,30 +138,3 @@ class Shards:
     def whole_shard(self, key: str) -> dict[str, Any]:
         with self._lock:
             return to_wire(self._shards[key].columns)
-
-
-def _check_column(name: str, column: Any, call: Call) -> None:
-    # the controller adds operation and rank
-    if isinstance(column, torch.Tensor) and column.ndim == 0:
-        raise StageError(
-            f"column {name!r} is a tensor without axes",
-            "its first axis is the rows",
-            "return one value a row",
-        )
-    if not isinstance(column, torch.Tensor | Ragged | list):
-        raise StageError(
-            f"column {name!r} is a {type(column).__name__}",
-            "a column is a Tensor [rows, ...], a Ragged, or a list of Python objects",
-            "turn arrays into tensors with torch.from_numpy(array)",
-        )
-    if isinstance(column, Ragged) and not column.is_whole:
-        raise StageError(
-            f"column {name!r} has {len(column.values)} values for lengths that add up to {int(column.lengths.sum())}",
-            "a Ragged holds its rows end to end",
-        )
-    rows = 0 if call.rows is None else len(call.rows)
-    if len(column) != rows:
-        raise StageError(
-            f"column {name!r} has {len(column)} rows",
-            f"that rank was given {rows}, and an operation returns one row for each, in the same order",
-        )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workbench.batches.carrier import array_of, tensor_over
+from workbench.batches.wire import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.placement import Layout
 from workbench.resharding.boxes import Box

@@ -182,7 +182,6 @@ def arguments_of(description: Description) -> dict[str, Any]:
         "seed",
         "address",
         "share_memory",
-        "idle_hours",
         "record",
     )
     return {"models": description.as_declared(), **description.defaults, **{n: getattr(description, n) for n in same}}

@@ -1,0 +1,418 @@
+"""The notebook's handle of a batch: what it is, where it lies and a look at it, never its tensors."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from workbench.batches import files
+from workbench.batches.columns import Ragged, Table
+from workbench.batches.location import Location
+from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
+from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
+from workbench.batches.turns import chosen_mean, marked
+from workbench.batches.vocabulary import Vocabulary
+from workbench.display.interrupts import stoppable
+from workbench.errors import BadInput, UnknownColumn
+from workbench.errors.plain_text import shown
+from workbench.support.checked_calls import checked_call
+from workbench.support.files import SHARED
+from workbench.support.named_fields import meant
+from workbench.support.validation import PositiveInt
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from tensordict import TensorDict
+
+    RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
+
+
+class BatchHandle:
+    """A `Batch` but for the methods that make another of its rows and columns.
+
+    versions: the numbers of its versions to come, over all branches of its name. A column that is still being made is
+    in `_columns` as the run that makes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        columns: Mapping[str, Column | Maker],
+        *,
+        rows: int = 0,
+        source: RowProvider,
+        counts: ShardCounts,
+        version: int = 0,
+        versions: Iterator[int] | None = None,
+        meta: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        there = [column for column in columns.values() if isinstance(column, Column)]
+        lengths = {len(column.location) for column in there}
+        if len(lengths) > 1:
+            raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
+        self.name, self.version, self._meta = name, version, dict(meta)
+        self.versions = versions if versions is not None else itertools.count(version + 1)
+        self._columns = dict(columns)
+        self.rows = lengths.pop() if lengths else rows
+        self._source, self._counts = source, counts
+        for location in {id(column.location): column.location for column in there}.values():
+            counts.hold(location)
+        for run in self.makers(columns):
+            run.dependents.append(weakref.ref(self))
+
+    # --- versions, and columns that are being made --------------------------------------------------------------------
+
+    def after(self, run: Maker, writes: Iterable[str], copies: int = 1, without: Collection[str] = ()) -> Self:
+        """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read.
+        without: columns that it lacks."""
+        if copies != 1:
+            return self.copies(copies).after(run, writes, without=without)
+        promised = dict.fromkeys(writes, run)
+        kept = {name: column for name, column in self._columns.items() if name not in {*without, *promised}}
+        return self._next({**kept, **promised}, self._meta)
+
+    def with_made(self, run: Maker, copies: int = 1, without: Collection[str] = ()) -> Self:
+        """The next version, with the columns that a run has made which fails all the same. It waits for no other."""
+        if copies != 1:
+            return self.copies(copies).with_made(run, without=without)
+        kept = {name: column for name, column in self._columns.items() if name not in without}
+        return self._next({**kept, **run.made}, {**self._meta, **run.meta})
+
+    def _next(self, columns: Mapping[str, Column | Maker], meta: Mapping[str, Any], version: int | None = None) -> Self:
+        return type(self)(
+            self.name, columns, rows=self.rows, source=self._source, counts=self._counts,
+            version=next(self.versions) if version is None else version, versions=self.versions, meta=meta,
+        )  # fmt: skip
+
+    def twin(self) -> Self:
+        """Another handle of the same batch: the store keeps it, and sees whether the notebook still holds this one."""
+        return self._next(self._columns, self._meta, self.version)
+
+    def is_of(self, source: RowProvider) -> bool:
+        """Whether it is a workbench's."""
+        return self._source is source
+
+    @property
+    def id(self) -> str:
+        """Its name in the store, "name vversion": versions count up over all branches of one name."""
+        return f"{self.name} v{self.version}"
+
+    @property
+    def pending(self) -> bool:
+        """Whether some of its columns are still being made."""
+        return bool(self.makers(self._columns))
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """Its columns by name."""
+        self.settle()
+        return MappingProxyType(self._columns)  # type: ignore[arg-type]  # none is being made any more
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Plain values that travel along."""
+        self.settle()
+        return MappingProxyType(self._meta)
+
+    def makers(self, names: Iterable[str]) -> list[Maker]:
+        """The runs that make some of these columns, in the order of their numbers; none where all are there."""
+        columns = self._columns
+        runs = {run for name in names if not isinstance(run := columns.get(name), Column | None)}
+        return sorted(runs, key=lambda run: run.number)
+
+    def _made(self, counts: Callable[[Maker], bool]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """The columns that are there and the meta, with those of the runs that are done and count."""
+        columns, meta = self._columns, self._meta  # read in this order: `settle` writes in the other
+        there = {name: column for name, column in columns.items() if isinstance(column, Column)}
+        runs = {column for column in columns.values() if not isinstance(column, Column)}
+        for run in sorted(runs, key=lambda run: run.number):
+            if run.state == "done" and counts(run):
+                there, meta = {**there, **run.made}, {**meta, **run.meta}
+        return there, dict(meta)
+
+    def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Columns whose makers are done, and what travels along with them, while others may still be made.
+
+        Of the runs under way only the makers of these columns add to the meta: which of the others are done by now is
+        a matter of placement and of speed. So a stage that reads something of the meta also reads the column it came
+        with.
+        """
+        asked = tuple(names)
+        columns, meta = self._made(lambda run: any(name in run.made for name in asked))
+        return {name: columns[name] for name in asked}, meta
+
+    def ready(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+        """As `part`, waiting for the makers of these columns, and of no others: one that failed takes nothing along."""
+        asked = tuple(names)
+        for run in self.makers(asked):
+            run.result()
+        return self.part(asked)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Take over what its runs have made; not `wait`: only if all are done."""
+        runs = self.makers(self._columns)
+        for run in runs if wait else ():
+            run.result()
+        if runs and all(run.state == "done" for run in runs):
+            columns, self._meta = self._made(lambda run: True)
+            self._columns = dict(columns)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its columns, as far as they are known without waiting."""
+        return tuple(self._columns)
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """Its columns of Python objects that are no status of rows, as far as they are known without waiting."""
+        there, _ = self._made(lambda run: True)
+        return tuple(name for name, column in there.items() if column.dtype == "object" and name not in SCHEMA)
+
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """Columns that are being made and might turn out to be text: those that no stage of ours writes."""
+        return tuple(n for n, c in self._columns.items() if not isinstance(c, Column) and n not in SCHEMA)
+
+    def derive(
+        self,
+        tool: str,
+        columns: Mapping[str, Column],
+        meta: Mapping[str, Any] | None = None,
+        others: Sequence[BatchHandle] = (),
+    ) -> Self:
+        """The next version, made by `tool` of this batch and of `others`."""
+        batch = self._next(columns, {**self._meta, **(meta or {})})
+        self._source.derived(batch, tool, [self, *others])
+        return batch
+
+    def with_columns(self, columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Self:
+        """The next version, with these columns added or replaced."""
+        return self._next({**self.columns, **columns}, {**self._meta, **meta})
+
+    def copies(self, n: int) -> Self:
+        """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
+        if n == 1:
+            return self
+        return self._next(rows_of(self.columns, np.repeat(np.arange(self.rows), n)), self._meta)
+
+    def known_as(
+        self, name: str, version: int, versions: Iterator[int], columns: Iterable[str], meta: Mapping[str, Any]
+    ) -> Self:
+        """Some of its columns under the name and version of a batch that was pushed out of memory, whose they are;
+        later versions count on."""
+        return type(self)(
+            name, {column: self.columns[column] for column in columns}, source=self._source, counts=self._counts,
+            version=version, versions=versions, meta=meta,
+        )  # fmt: skip
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose tokens its ids are."""
+        return self._source.vocabulary
+
+    # --- looking, keeping ---------------------------------------------------------------------------------------------
+
+    def need(self, columns: Iterable[str], reader: str) -> None:
+        """Raise `UnknownColumn` unless all `columns` are here."""
+        missing = [name for name in columns if name not in self.names and name not in self.columns]
+        if missing:
+            maker = MADE_BY.get(missing[0])
+            raise UnknownColumn(
+                f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
+                f"it has {', '.join(self.names)}",
+                f"run {maker} first" if maker else meant(missing[0], self.names, repr),
+            )
+
+    def _row_numbers(self, rows: RowNumbers) -> np.ndarray:
+        index = as_array(rows)
+        right = index.ndim == 1 and len(index) and index.dtype.kind in "iu"
+        if not right or index.min() < 0 or index.max() >= self.rows:
+            rule = f"must be one or more row numbers from 0 to {self.rows - 1}"
+            raise BadInput(f"rows {shown(rows)} of {self!r}", rule, "write rows=[0]")
+        return index.astype(np.int64)
+
+    def _values(self, column: str, reader: str) -> list[Any]:
+        """A column of one value a row, brought here."""
+        self.need([column], reader)
+        if self.columns[column].row_shape != ():
+            raise BadInput(
+                f"{reader}({column!r})",
+                f"reads one value a row; {column!r} has rows of shape {list(self.columns[column].row_shape)}",
+                f"by length: batch.take(np.argsort(batch.lengths({column!r})))" if reader == "sort_by" else "",
+            )
+        values = self.fetch([column])[column]
+        assert not isinstance(values, Ragged)
+        return values if isinstance(values, list) else values.tolist()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns, on all hosts."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    @checked_call("batch.fetch")
+    def fetch(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> Table:
+        """Bring columns (default all) of some rows (default all) into this process."""
+        names = list(self.names if columns is None else columns)
+        self.need(names, "fetch")
+        index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
+        return self._source.pull(self.ready(names)[0], index)
+
+    @checked_call("batch.tensordict")
+    def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
+        """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
+        data."""
+        from workbench.batches.tensordicts import to_tensordict
+
+        return to_tensordict(self.fetch(columns, rows), self.rows if rows is None else len(rows))
+
+    @checked_call("batch.df")
+    def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:
+        """A pandas frame, one line a row; ragged columns as lists; `prompt_text` and `response_text` decoded.
+
+        With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
+        """
+        import pandas as pd
+
+        table = self.fetch(columns, rows)
+        out: dict[str, list[Any]] = {}
+        for name, column in table.items():
+            if isinstance(column, Ragged):
+                out[name] = [row.tolist() for row in column.rows()]
+            else:
+                out[name] = list(column) if isinstance(column, list) else column.tolist()
+        for ids in TOKEN_COLUMNS:
+            if ids in out:
+                out[ids.replace("_ids", "_text")] = [self._source.decode(row) for row in out[ids]]
+        if {"response_ids", "response_mask"} <= set(out):
+            turns = zip(out["response_ids"], out["response_mask"], strict=True)
+            out["response_text"] = [marked(ids, mask, self._source.decode) for ids, mask in turns]
+        return pd.DataFrame(out)
+
+    @checked_call("batch.turns")
+    def turns(self, rows: RowNumbers | None = None) -> pd.DataFrame:
+        """The turns of conversations, one line a turn: `conversation`, the row's number; `turn`, from 0; `tokens` and
+        `text` that the policy wrote; `observation`, what the environment wrote before it; `trained`, whether its tokens
+        are inside `response_mask`; `reward`.
+
+        reward: from the column `rewards`, that of a whole response on its last turn; without it from `turn_rewards`.
+        With `values` also `value`, that of the conversation before the turn; with `advantages` also `advantage`, the
+        mean over the turn's tokens inside the mask; with `returns` also `return`, in the same way.
+        Raises `UnknownColumn` without `turn_starts`, `turn_ends`, which `generate_sequences(environment=...)` writes.
+        """
+        from workbench.batches.turns import TURN_COLUMNS, frame_of_turns
+
+        self.need(["turn_starts", "turn_ends", "response_ids", "response_mask"], "turns")
+        numbers = list(range(self.rows)) if rows is None else self._row_numbers(rows).tolist()
+        table = self.fetch([name for name in TURN_COLUMNS if name in self.names], numbers)
+        return frame_of_turns(table, numbers, self._source.decode)
+
+    @checked_call("batch.save")
+    @stoppable("batch.save()", ("the file is written as a whole, or not at all", "the same call again writes it"))
+    def save(self, path: str | Path) -> Path:
+        """Write rows, columns and meta to one safetensors file, for `lab.load(path)` in this or another workbench.
+
+        Columns pass through this process a chunk at a time. A file that is there is replaced, at the end and at once.
+        Text and other objects are saved as JSON; `BadInput` where they are not plain values.
+        """
+        return files.write(path, self, mode=SHARED)
+
+    @checked_call("batch.failed")
+    def failed(self) -> pd.DataFrame:
+        """The rows for which a function of yours failed, one line a row: `row`, its number; `prompt`; `stage` and
+        `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
+        """
+        import pandas as pd
+
+        names = ["row", "prompt", "stage", "function", "error"]
+        if "failure" not in self.names:
+            return pd.DataFrame(columns=names).astype({"row": "int64"})
+        texts = list(map(str, self._values("failure", "failed")))
+        rows = [row for row, text in enumerate(texts) if text]
+        if not rows:
+            return pd.DataFrame(columns=names).astype({"row": "int64"})
+        prompt = "prompt" if "prompt" in self.names else "prompt_ids"
+        prompts = self.df([prompt], rows=rows)["prompt" if prompt == "prompt" else "prompt_text"]
+        lines = []
+        for row, asked in zip(rows, prompts, strict=True):
+            parts = [re.fullmatch(r"(\S+) (.*?): (.*)", line) or line for line in texts[row].splitlines()]
+            said = [(part[1], part[2], part[3]) if isinstance(part, re.Match) else ("", "", part) for part in parts]
+            stages, functions, errors = (", ".join(dict.fromkeys(column)) for column in zip(*said, strict=True))
+            lines.append((row, asked, stages, functions, errors))
+        return pd.DataFrame(lines, columns=names)
+
+    @checked_call("batch.peek")
+    def peek(self, n: PositiveInt = 4) -> pd.DataFrame:
+        """The first n rows to read: text, scalars, means of ragged numbers over the tokens that the policy chose."""
+        frame = self.df(rows=range(min(n, self.rows)))
+        drop = []
+        for name in frame.columns:
+            if name in TOKEN_COLUMNS:
+                frame[name.replace("_ids", "_tokens")] = frame[name].map(len)
+                drop.append(name)
+            elif name in self.columns and self.columns[name].row_shape == ("*",):
+                masks = frame["response_mask"] if name != "response_mask" and "response_mask" in frame else [None] * n
+                means = [chosen_mean(row, mask) for row, mask in zip(frame[name], masks, strict=False)]
+                frame[f"{name}_mean"] = means
+                drop.append(name)
+        return frame.drop(columns=drop)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __repr__(self) -> str:
+        making = next((run for run in self.makers(self._columns) if run.state != "done"), None)
+        if making is not None:
+            return f"<Batch {self.name} v{self.version}: {self.rows} rows; {making.name} is {making.state}>"[:79]
+        names = list(self.columns)
+        shown = ", ".join(itertools.islice(names, 3)) + (f", +{len(names) - 3}" if len(names) > 3 else "")
+        return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import bytes_text, table
+
+        if self.pending:  # to look at it does not wait
+            return escape(repr(self))
+        rows = [
+            {
+                "column": name,
+                "dtype": c.dtype,
+                "shape": f"[{', '.join(map(str, (self.rows, *c.row_shape)))}]",
+                "made by": c.owner,
+                "lies on": ", ".join(sorted({shard.host for shard in c.location.shards})),
+                "size": bytes_text(c.nbytes),
+            }
+            for name, c in self.columns.items()
+        ]
+        meta = ", ".join(f"{key}={value}" for key, value in self.meta.items())
+        caption = f"Batch {self.name}, version {self.version}: {self.rows} rows, {bytes_text(self.nbytes)}"
+        return table(rows, caption=caption) + (f"<small>{escape(meta)}</small>" if meta else "")
+
+
+def rows_of(columns: Mapping[str, Column], index: np.ndarray) -> dict[str, Column]:
+    """A choice of rows of columns; those that lie together still do."""
+    moved: dict[int, Location] = {}
+    chosen = {}
+    for name, column in columns.items():
+        location = column.location
+        if id(location) not in moved:
+            moved[id(location)] = location.take(index)
+        share = round(column.nbytes * len(index) / len(location))
+        chosen[name] = replace(column, nbytes=share, location=moved[id(location)])
+    return chosen
+
+
+def as_array(value: Any) -> np.ndarray:
+    """As an array; of what is none, such as lists of unequal lengths, an array without axes."""
+    try:
+        return np.asarray(value)
+    except Exception:  # an object may raise anything where it is asked for its items
+        return np.asarray(None)
