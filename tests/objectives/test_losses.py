@@ -228,7 +228,7 @@ class TestPolicyLoss:
         x = torch.zeros(2, 3)
         with expect_error(BadInput, value=r"dual_clip=3\.0 with loss='gspo'"):
             policy_loss("gspo", x, x, x, x, dual_clip=3.0)
-        with expect_error(BadInput, value="kind='trpo'"):
+        with expect_error(BadInput, value="loss='trpo'"):
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
         with expect_error(BadInput, value="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))

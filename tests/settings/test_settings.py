@@ -122,7 +122,7 @@ RULES: list[tuple[Any, dict[str, Any], str, str, str]] = [
         {"learning_rate": "1e-6"},
         "Training.learning_rate='1e-6'",
         "must be a number, or None",
-        "write learning_rate=1e-06, without quotes",
+        "write learning_rate=1e-6, without quotes",
     ),
     (
         wb.Training,

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic.dataclasses import is_pydantic_dataclass
-
 from workbench.algorithms.marks import mark
 from workbench.algorithms.tracing import Tracer
 from workbench.objectives.covariance import clips_in_effect
+from workbench.support.validation import is_settings
 from workbench.workers.scoring import weights_in_effect
 
 
@@ -62,7 +61,7 @@ def _marked_fields(algorithm: Any) -> Iterator[tuple[str, str, Any, Any]]:
         value = getattr(algorithm, field.name)
         if field.name == "lab":
             continue
-        for inner in dataclasses.fields(value) if is_pydantic_dataclass(type(value)) else ():
+        for inner in dataclasses.fields(value) if is_settings(type(value)) else ():
             settings, marked = copy.copy(value), mark(getattr(value, inner.name))
             settings.__dict__[inner.name] = marked
             yield f"{field.name}.{inner.name}", field.name, settings, marked

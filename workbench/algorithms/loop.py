@@ -24,7 +24,7 @@ from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import CovarianceLoss
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_names
+from workbench.support.named_fields import check_call
 from workbench.support.validation import at_least, whole
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class Algorithm(StageEdits):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        check_names(cls.__name__, parameters, kwargs, len(args))
+        check_call(cls.__name__, inspect.signature(cls.__init__), (cls, *args), kwargs)
         algorithm = super().__new__(cls)
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={})
         return algorithm
