@@ -42,14 +42,6 @@ class TestGroups:
     def test_rloo_by_hand(self) -> None:
         assert rloo(self.scores, self.group).tolist() == [-1.5, -2.0, 1.5, 2.0, 0.0, 0.0, 0.0, 0.0]
 
-    def test_rloo_is_the_mean_of_the_others(self) -> None:
-        scores, group = normal(24, seed=0), torch.arange(24) % 5
-        expected = [
-            scores[i] - torch.stack([scores[j] for j in range(24) if j != i and group[j] == group[i]]).mean()
-            for i in range(24)
-        ]
-        torch.testing.assert_close(rloo(scores, group), torch.stack(expected))
-
     def test_order_and_ids_do_not_matter(self) -> None:
         scores, group = normal(24, seed=0), torch.arange(24) % 5
         order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
@@ -72,10 +64,6 @@ class TestGroups:
         assert grpo(scores, group, scale_by_std=False)[0] == 0
         with expect_error(BadInput, value="group 3"):
             rloo(scores, group)
-
-    def test_no_samples(self) -> None:
-        empty = torch.zeros(0)
-        assert grpo(empty, empty.long()).shape == rloo(empty, empty.long()).shape == (0,)
 
     def test_rloo_is_unbiased_where_the_group_mean_shrinks(self) -> None:
         """Enumerated over all pairs of samples of a 3-armed bandit: the expected policy gradient is the true one."""

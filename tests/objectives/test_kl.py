@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.expected import expect_error
 from tests.objectives.policies import normal
 from workbench.errors import BadInput
-from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss, ratio_of
+from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss
 
 REF = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
 
@@ -39,15 +39,6 @@ def test_values_by_hand() -> None:
 def test_k1_and_k3_are_unbiased(kind: KLKind) -> None:
     _, log_pi = policy()
     torch.testing.assert_close((log_pi.exp() * kl_estimate(log_pi, REF, kind)).sum(), divergence(log_pi, REF))
-
-
-def test_k2_is_biased_yet_close() -> None:
-    _, log_pi = policy()
-    near = REF + 0.05 * (log_pi.detach() - REF)
-    near = near.log_softmax(0)
-    for log_p, relative_error in ((log_pi, 0.5), (near, 0.05)):
-        error = (log_p.exp() * kl_estimate(log_p, REF, "k2")).sum() / divergence(log_p, REF) - 1
-        assert 1e-4 < error.abs() < relative_error
 
 
 def expected_loss_gradient(kind: KLLoss, logits: Tensor, log_pi: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,12 +105,6 @@ def test_k3_keeps_small_differences_in_single_precision() -> None:
     torch.testing.assert_close(estimate, torch.tensor([d * d / 2]), rtol=1e-2, atol=0)
 
 
-def test_half_precision_is_widened_before_the_subtraction() -> None:
-    log_prob, ref = torch.tensor([-8.25]).bfloat16(), torch.tensor([-8.1875]).bfloat16()
-    assert kl_estimate(log_prob, ref).dtype == torch.float32
-    assert kl_estimate(log_prob, ref).item() == -0.0625
-
-
 def test_bad_input() -> None:
     with expect_error(BadInput, value=r"log_prob_BT has shape \[2, 3\], ref_log_prob_BT has shape \[2, 1\]"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(2, 1))
@@ -153,8 +138,3 @@ class TestAdaptiveKL:
             right = {"coefficient": 0.1, "kl": 1.0, "target": 6.0, "responses": 10, "horizon": 100}
             with pytest.raises(BadInput, match=message):
                 adaptive_kl_step(**{**right, **kwargs})  # type: ignore[arg-type]
-
-
-def test_a_ratio_is_of_equal_shapes() -> None:
-    with expect_error(BadInput, value="old_log_prob_BT"):
-        ratio_of(torch.zeros(2), torch.zeros(1, 3))

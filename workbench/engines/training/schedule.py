@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from workbench.settings.engines import Training
-from workbench.settings.schedules import factor_of
+from workbench.settings.training import factor_of
 
 
 def learning_rate(settings: Training, steps: int) -> float:
