@@ -224,13 +224,12 @@ def check_fields(instance: Any, prefix: str) -> None:
     kind = type(instance)
     if "__checked_fields__" not in vars(kind):
         hints = hints_of(kind)
-        kind.__checked_fields__ = [
-            (f.name, f.default, hints[f.name]) for f in dataclasses.fields(kind) if f.name in hints
-        ]
-    for name, default, hint in kind.__checked_fields__:
+        known = [field for field in dataclasses.fields(kind) if field.name in hints]
+        kind.__checked_fields__ = [(f.name, f.default, hints[f.name], _adapter(hints[f.name])) for f in known]
+    for name, default, hint, adapter in kind.__checked_fields__:
         value = getattr(instance, name, default)
-        if value is not default:
-            kept = checked(prefix + name, value, hint, default)
+        if value is not default and adapter is not None:
+            kept = _validated(adapter, prefix, name, value, hint, default)
             if kept is not value:
                 object.__setattr__(instance, name, kept)
 
@@ -240,16 +239,15 @@ def check_fields(instance: Any, prefix: str) -> None:
 
 def checked(name: str, value: Any, hint: Any, default: Any = NO_DEFAULT) -> Any:
     """`value`, as an annotation wants it; `BadInput` where it is something else. default: for the remedy."""
+    adapter = _adapter(hint)
+    return value if adapter is None else _validated(adapter, "", name, value, hint, default)
+
+
+def _validated(adapter: TypeAdapter[Any], prefix: str, name: str, value: Any, hint: Any, default: Any) -> Any:
     try:
-        adapter = _cached_adapter(hint)
-    except TypeError:  # not hashable
-        adapter = _make_adapter(hint)
-    if adapter is None:
-        return value
-    try:
-        return adapter.validate_python(value)
+        return adapter.validator.validate_python(value)
     except ValidationError as error:
-        raise _refused(error, name, value, hint, default) from None
+        raise _refused(error, prefix + name, value, hint, default) from None
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -265,6 +263,13 @@ def at_least(name: str, value: float, least: float, *, strictly: bool = False) -
 def whole(name: str, value: int, least: int = 1) -> None:
     """Raise `BadInput` unless `value` is a whole number of at least `least`."""
     checked(name, value, Annotated[Whole, Ge(least)])
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    try:
+        return _cached_adapter(hint)
+    except TypeError:  # not hashable
+        return _make_adapter(hint)
 
 
 def _make_adapter(hint: Any) -> TypeAdapter[Any] | None:
