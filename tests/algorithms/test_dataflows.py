@@ -88,18 +88,10 @@ def nothing(prompt: str, response: str, **row: Any) -> float:
     [
         (lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT),
          "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
-        pytest.param(lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT, kl_coefficient=0.0),
-                     "compute_log_prob compute_reward compute_advantages update_actor", marks=pytest.mark.thorough),
-        pytest.param(lambda lab: wb.ReinforcePP(lab, prompts=4, sampling=SHORT),
-                     "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor",
-                     marks=pytest.mark.thorough),
         (lambda lab: wb.ReinforcePP(lab, prompts=2, samples=2, baseline=True, sampling=SHORT),
          "compute_log_prob compute_ref_log_prob compute_reward compute_advantages update_actor"),
         (lambda lab: wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT),
          "compute_reward dynamic_sampling compute_log_prob compute_advantages update_actor"),
-        pytest.param(lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, loss="gspo", clip=3e-4,
-                                         clip_high=4e-4),
-                     "compute_log_prob compute_reward compute_advantages update_actor", marks=pytest.mark.thorough),
         (lambda lab: wb.GRPO(lab, prompts=2, samples=2, sampling=SHORT, estimator="off_policy_baseline",
                              clip=1.0, clip_high=1e9,
                              correction=wb.Correction(level="sequence", high=8.0, reference_size=1.0)),
@@ -133,14 +125,6 @@ def test_an_iteration(lab: wb.Workbench, make: Any, stages: str) -> None:
     [
         lambda lab: wb.PPO(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0, bootstrap=True),
         lambda lab: wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, overlong_buffer=0),
-        *(
-            pytest.param(make, marks=pytest.mark.thorough)
-            for make in (
-                lambda lab: wb.RLOO(lab, prompts=2, samples=2, sampling=SHORT, kl_coefficient=0.0),
-                lambda lab: wb.ReMax(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0),
-                lambda lab: wb.ReinforcePP(lab, prompts=4, sampling=SHORT, kl_coefficient=0.0),
-            )
-        ),
     ],
 )
 def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> None:

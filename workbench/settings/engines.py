@@ -35,7 +35,6 @@ GenerationEngine = Literal["transformers", "vllm"]
 SyncStrategy = Literal["hybridflow", "v", "full"]
 DType = Literal["float32", "bfloat16", "float16"]
 ShareMemory = bool | Literal["always"]
-GENERATION_ENGINES = get_args(GenerationEngine)
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
 
