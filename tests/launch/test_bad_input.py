@@ -17,7 +17,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.errors import BadInput, ModelUnavailable, NotFound, RewardError, UnknownColumn, WorkbenchError
+from workbench.errors import BadInput, ModelUnavailable, NotFound, UnknownColumn, WorkbenchError
 from workbench.support.named_fields import FIELDS_OF
 
 FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
@@ -73,13 +73,6 @@ def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
     with expect_error(BadInput, value="another vocabulary than the actor's"):
         tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, "reward": "smollm2-135m"})
     assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
-
-
-def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with expect_error(BadInput, value=r"mine\.jsonl.*2"):
-        tiny_lab("wrong", tmp_path, backend="inline", prompts=file)
 
 
 def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +135,6 @@ def test_stage_arguments(lab: wb.Workbench, batch: wb.Batch, subtests: pytest.Su
     for call, message in STAGE_ARGUMENTS:
         with subtests.test(call=call, message=message), pytest.raises(WorkbenchError, match=message):
             call(lab, batch)
-
-
-def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
-    five = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch.take(range(5)))))
-    with expect_error(BadInput, value="5 rows in 2 minibatches"):
-        lab.actor.update_actor(lab.compute_advantages(five))
 
 
 def needy(prompt: str, response: str, ground_truth: str, *, strict: bool = True) -> float:
@@ -243,21 +230,6 @@ def test_a_function_that_cannot_be_sent_to_its_process_is_refused_before_anythin
     assert "locked" not in [found["name"] for found in wb.ls()]
     in_host = wb.limits(own_process=False)(locked)
     assert set(lab.reward.compute_reward(batch, function=in_host).fetch(["rewards"])["rewards"].tolist()) == {2.0}
-
-
-def test_a_reward_function_that_fails_names_the_prompt(lab: wb.Workbench, batch: wb.Batch) -> None:
-    prompt = batch.fetch(["prompt"])["prompt"]
-    assert isinstance(prompt, list)
-
-    def broken(prompt: str, response: str, answer: str, **row: Any) -> float:
-        raise KeyError("oops")
-
-    with expect_error(
-        RewardError, value=r"reward.compute_reward failed on rank 0: .*raised KeyError.*row \d"
-    ) as caught:
-        lab.reward.compute_reward(batch, function=broken)
-    assert any(text in str(caught.value) for text in prompt)
-    assert "rewards" in lab.reward.compute_reward(batch).columns  # the next call works
 
 
 def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,6 @@ PositiveInt = Annotated[Whole, Field(ge=1)]
 NonNegativeInt = Annotated[Whole, Field(ge=0)]
 PositiveFloat = Annotated[Number, Field(gt=0)]
 NonNegativeFloat = Annotated[Number, Field(ge=0)]
-Share = Annotated[Number, Field(ge=0, le=1)]
 FINITE = Field(allow_inf_nan=False)
 SEQUENCE = Strict(False)  # of a tuple: a list will do
 
