@@ -237,7 +237,7 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from workbench.launch.serving import serve_checkpoint
+    from workbench.launch.evaluating import serve_checkpoint
 
     def ready(endpoint: Any) -> None:
         address = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": endpoint.model}

@@ -118,15 +118,6 @@ def test_the_draws_are_the_same_however_it_is_stepped(opened: Opened, tmp_path: 
     assert_same(algorithm.run(3, staleness=1), expected.iloc[1:])
 
 
-def test_the_dial_is_turned_between_runs(opened: Opened) -> None:
-    algorithm = opened.again()
-    up = algorithm.run(2, staleness=2)
-    assert len(opened.lab.buffer) == 8
-    down = algorithm.run(3)
-    assert down["buffer/age_steps/max"].isna().tolist() == [False, False, True]  # the third generates for itself
-    assert_same(pd.concat([up, down.iloc[:2]]), opened.again().run(4, staleness=2))
-
-
 def test_what_was_interrupted_goes_on_and_loses_no_rollouts(opened: Opened) -> None:
     expected = opened.again().run(3, staleness=1)
     lab, algorithm = opened.lab, opened.again()

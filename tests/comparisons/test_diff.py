@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,12 @@ def test_no_such_run(tmp_path: Path) -> None:
         wb.diff("a/2", "a/3", folder=str(tmp_path))
 
 
-def test_the_commit_is_read_without_git(tmp_path: Path) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    git = tmp_path / ".git"
-    (git / "refs/heads").mkdir(parents=True)
-    (git / "HEAD").write_text("ref: refs/heads/main\n")
+def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
-    (git / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
-    assert commit_of(tmp_path / "below") == commit
-    (git / "refs/heads/main").write_text(commit[::-1])
-    assert commit_of(tmp_path) == commit[::-1]
-    (git / "HEAD").write_text("ref: ../../etc/passwd\n")
-    assert commit_of(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    assert len(commit_of(tmp_path) or "") == 40
 
 
 def test_an_edited_file_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,24 +6,17 @@ without an underscore in front is in it, or in `INTERNAL`; a parameter without a
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import workbench as wb
-import workbench.objectives
 from workbench.stages.group import GroupOperation
 from workbench.support.validation import hints_of
 
-ONE_ROW = torch.tensor([[0.5, -1.0, 2.0]])
-MASK = torch.ones(1, 3, dtype=torch.bool)
 SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 
 # what is public by its name, and which part of the package calls it: nothing that a cell is told to call
@@ -40,7 +33,6 @@ INTERNAL = {
     "Model": "changed filled generating of",
     "Generation": "rows_at_once",
     "operations": "measure_gradient publish_weights take_weights",
-    "objectives": "effective_sample_size clips_in_effect second_moment_cut",  # of sums, or of checked values
 }
 # what takes long, or changes the workbench, when all of its arguments are right: one of them always is of a wrong type
 SLOW = {
@@ -108,74 +100,42 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "column": ["prompt_uid", "prompt"], "lengths.column": ["response_ids"], "drop.columns": ["prompt"],
         "select.columns": ["prompt"], "seed": [0, 7], "descending": [True],
         "other": [batch.select("prompt_uid").rename(prompt_uid="same")], "batches": [[batch, batch]],
-        "path": [folder / "file", str(folder / "other")], "placement": [lab.placement],
-        "algorithm": [algorithm, None], "ranks": [1], "minibatches": [1], "name": [batch.id],
-        "release.name": ["gone"], "token_ids": [[1, 2, 3]], "function": [lambda *batches, **_: batches],
-        "stage": ["compute_log_prob"], "metrics": [{"mean": 1.0}], "roles": ["actor"], "restrict.roles": [["actor"]],
-        "split.devices": [2], "split.n": [1, 2], "traffic.kind": ["batch"], "transfers.kind": ["batch"],
-        "apply.batches": [batch], "autosave.keep": [1], "autosave.models": [False], "traffic.stage": [None],
-        "autosave.folder": [str(folder / "saved")], "diff.models": [{}], "estimate.placement": [lab.placement],
-        "names": ["masks"], "views": ["timeline"], "what": ["a test"], "stopping": [lambda: False],
-        "role": ["actor"], "pool": ["shared"], "devices": [1], "layout": [(1, 1, 1), wb.Layout()], "layouts": [{}],
-        "pools": [{"a": (1, ["actor"])}], "batch": [batch], "arms": [{"same": algorithm}], "data": ["arithmetic"],
-        "source": [[{"prompt": "a", "response": "b"}]],
+        "path": [folder / "file", str(folder / "other")], "placement": [lab.placement], "algorithm": [algorithm, None],
+        "ranks": [1], "minibatches": [1], "name": [batch.id], "release.name": ["gone"], "token_ids": [[1, 2, 3]],
+        "function": [lambda *batches, **_: batches], "stage": ["compute_log_prob"], "metrics": [{"mean": 1.0}],
+        "roles": ["actor"], "restrict.roles": [["actor"]], "split.devices": [2], "split.n": [1, 2],
+        "traffic.kind": ["batch"], "transfers.kind": ["batch"], "apply.batches": [batch], "autosave.keep": [1],
+        "autosave.models": [False], "traffic.stage": [None], "autosave.folder": [str(folder / "saved")],
+        "diff.models": [{}], "estimate.placement": [lab.placement], "names": ["masks"], "views": ["timeline"],
+        "what": ["a test"], "stopping": [lambda: False], "role": ["actor"], "pool": ["shared"], "devices": [1],
+        "layout": [(1, 1, 1), wb.Layout()], "layouts": [{}], "pools": [{"a": (1, ["actor"])}], "batch": [batch],
+        "arms": [{"same": algorithm}], "data": ["arithmetic"], "source": [[{"prompt": "a", "response": "b"}]],
         "lab.feedback.source": [[{"prompt": "a", "response": "b", "label": True}]],
         "lab.pairs.source": [[{"prompt": "a", "chosen": "b", "rejected": "c"}]], "table": [{"prompt": ["a", "b"]}],
-        "keep": [[True] * batch.rows],
-        "draw.keep": [False], "groups": [1], "max_staleness": [0, 2], "older_than": [0],
-        "tracker": ["tensorboard"], "output": [str(folder / "script.py")],
-        "iterations": [1], "after": ["prompts"], "main": [lambda: None], "models": [SIZES], "hardware": ["a100-80g"],
-        "workload": ["ppo"], "protocol": ["DP_PROTO"], "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"],
-        "wb.stop.name": ["nobody"], "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]],
-        "prompt": ["1+1="], "lab.prompts.ledger.by": ["prompt", "version"],
-        "lab.prompts.show.prompt": ["1+1=", {"prompt": "a"}],
-        "program": ["print(1)"], "tests": ["assert True"],
-        "wb.dial.lab": [lab], "wb.model_card.run": [lab], "wb.model_card.role": ["actor"],
-        "instruction_id_list": [["punctuation:no_comma"]],
-        "curves.metrics": ["generate_sequences/response_tokens/mean"], "wb.diff.a": [lab],
-        "wb.sweep.name": ["mine"], "train": [lambda seed: 1.0], "wb.sweep.arms": [{"a": {}}],
-        "wb.diff.b": [lab, str(lab.run_folder)],
-        "reweigh.weights": [{"a": 1.0}], "compute_reward.weights": [None],
-        "rubric": ["{response}"], "model": ["tiny-qwen2"],
-        "one": ["prompt_uid"], "two": ["finished"], "row": ["1+1="],
+        "keep": [[True] * batch.rows], "draw.keep": [False], "groups": [1], "max_staleness": [0, 2], "older_than": [0],
+        "tracker": ["tensorboard"], "output": [str(folder / "script.py")], "iterations": [1], "main": [lambda: None],
+        "models": [SIZES], "hardware": ["a100-80g"], "workload": ["ppo"], "protocol": ["DP_PROTO"],
+        "wb.protocol.name": ["MINE"], "wb.attach.name": ["nobody"], "wb.stop.name": ["nobody"],
+        "plan": [wb.mapping.search(SIZES, devices=8, top=1).plans[0]], "prompt": ["1+1="],
+        "lab.prompts.ledger.by": ["prompt", "version"], "lab.prompts.show.prompt": ["1+1=", {"prompt": "a"}],
+        "program": ["print(1)"], "tests": ["assert True"], "wb.dial.lab": [lab], "wb.model_card.run": [lab],
+        "wb.model_card.role": ["actor"], "instruction_id_list": [["punctuation:no_comma"]],
+        "curves.metrics": ["generate_sequences/response_tokens/mean"], "wb.diff.a": [lab], "wb.sweep.name": ["mine"],
+        "train": [lambda seed: 1.0], "wb.sweep.arms": [{"a": {}}], "wb.diff.b": [lab, str(lab.run_folder)],
+        "reweigh.weights": [{"a": 1.0}], "compute_reward.weights": [None], "rubric": ["{response}"],
+        "model": ["tiny-qwen2"], "one": ["prompt_uid"], "two": ["finished"], "row": ["1+1="],
         "limits": [{"timeout_s": 1.0}], "response": ["2"], "answer": ["2"], "gsm8k.answer": ["#### 2"],
         "group_diversity.prompt": [["1+1="]], "group_diversity.response": [["2"]], "response_ids": [[[1, 2]]],
-        "expression": ["1 + 1"], "corpus": [["a text"]],
-        "make": ["FrozenLake-v1"], "url": ["http://localhost:8000"], "action": ["message"],
-        "command": [["python", "server.py"]],
-        "toolbox.search.name": ["search"], "code": ["print(1)"], "tools": [[wb.toolbox.calculator]],
-        "group_length.prompt": [["1+1="]], "group_length.response": [["2"]],
-        "standalone.devices": [{"actor": 1}], "rename.names": [{"prompt": "question"}],
-        "replace.stage": ["update_actor"], "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"],
-        "insert.after": ["nothing"], "add.role": ["actor"], "kept.roles": ["actor"], "options": [{}],
-        # of objectives: [rows, tokens], [rows], [samples]
-        "mask_BT": [MASK], "ends_BT": [MASK], "x_BT": [ONE_ROW], "rewards_BT": [ONE_ROW],
-        "normalised_S": [torch.ones(int(MASK.sum()))], "how": ["token-mean"], "denominator": [torch.tensor(3.0), 3.0],
-        "max_response_tokens": [3], "level": ["token"], "correction": [wb.Correction()], "effective": [0.5],
-        "reference": [1.0], "scores": [torch.ones(1)], "beta": [0.1], "kind": ["k1"], "gamma": [1.0], "lam": [0.9],
-        "lengths_B": [torch.tensor([3])], "longest": [8], "buffer": [2], "returns": [torch.tensor([3.0, 6.0, 14.0])],
-        "errors": [torch.tensor([3.0, 3.0, 5.0])], "moments": [torch.tensor([3.0, 1.5, 5.25])],
-        "scores_N": [torch.tensor([0.0, 1.0])], "group_N": [torch.tensor([0, 0])], "weight_N": [torch.ones(2)],
-        "norm2_N": [torch.ones(2)], "coefficient": [0.1], "kl": [0.5], "target": [1.0], "responses": [8],
-        "horizon": [100], "multiplier": [1.0], "mean_cost": [0.5], "limit": [0.0], "learning_rate": [0.1],
-        "bounds": [(0.1, 2.0)], "policy_loss.kind": ["ppo"], "clips.kind": ["ppo"],
-        "kl_loss.kind": ["k3_corrected"], "tokens": [2],
-        "random_ends.seeds": [[1]],
+        "expression": ["1 + 1"], "corpus": [["a text"]], "make": ["FrozenLake-v1"], "url": ["http://localhost:8000"],
+        "action": ["message"], "command": [["python", "server.py"]], "toolbox.search.name": ["search"],
+        "code": ["print(1)"], "tools": [[wb.toolbox.calculator]], "group_length.prompt": [["1+1="]],
+        "group_length.response": [["2"]], "standalone.devices": [{"actor": 1}],
+        "rename.names": [{"prompt": "question"}], "replace.stage": ["update_actor"],
+        "replace.arguments": [{"clip": 0.1}], "remove.stage": ["nothing"], "insert.after": ["nothing"],
+        "add.role": ["actor"], "kept.roles": ["actor"], "options": [{}], "max_response_tokens": [3],
+        "correction": [wb.Correction()], "beta": [0.1], "gamma": [1.0], "lam": [0.9], "kl": [0.5], "multiplier": [1.0],
         "evaluate.answer": [None, len], "evaluate.select": [None, "role"], "compare_evaluations.a": [evaluation],
-        "compare_evaluations.b": [evaluation], "of": ["reward", "passed"],
-        "samples": [4], "evaluate.samples": [1], "passed": [2], "k": [2], "successes": [1.0], "trials": [2.0],
-        "chosen_P": [torch.ones(2)], "rejected_P": [torch.zeros(2)], "ref_chosen_P": [torch.ones(2)],
-        "ref_rejected_P": [torch.zeros(2)], "log_prob_B": [torch.zeros(2)],
-        "ref_log_prob_B": [torch.zeros(2)], "desirable_B": [torch.tensor([True, False])],
-        "chosen_tokens_P": [torch.ones(2)], "rejected_tokens_P": [torch.ones(2)],
-        "teacher_NK": [ONE_ROW.log_softmax(-1)], "student_NK": [ONE_ROW.log_softmax(-1)],
-        "log_probs_NV": [ONE_ROW.log_softmax(-1)], "ids_NK": [torch.tensor([[0, 2]])],
-        "token_rewards_BT": [ONE_ROW], "values_BT": [ONE_ROW],
-        "log_prob_BT": [-ONE_ROW.abs()], "ref_log_prob_BT": [-ONE_ROW.abs()], "old_log_prob_BT": [-ONE_ROW.abs()],
-        "rollout_log_prob_BT": [-ONE_ROW.abs()], "advantages_BT": [ONE_ROW], "cost_advantages_BT": [ONE_ROW],
-        "old_values_BT": [ONE_ROW], "returns_BT": [ONE_ROW], "held_back_BT": [MASK],
-        "log_prob_N": [-torch.ones(2)], "advantages_N": [torch.ones(2)], "covariances_N": [torch.tensor([2.0, 0.5])],
-        "held_back.loss": [wb.KLCov(), wb.ClipCov()], "draws": [torch.Generator()],
+        "compare_evaluations.b": [evaluation], "of": ["reward", "passed"], "samples": [4], "evaluate.samples": [1],
     }  # fmt: skip
 
 
@@ -229,23 +189,12 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
     found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in verifiers]
     found += [_call(f"adapters.{n}", getattr(wb.adapters, n), values) for n in ("Gymnasium", "OpenEnv", "mcp_tools")]
     found += [_call(f"toolbox.{n}", getattr(wb.toolbox, n), values) for n in ("calculator", "search", "python")]
-    found += [_call(f"objectives.{f.__name__}", f, values) for f in objectives()]
     return found
 
 
 def setattr_of(owner: Any, name: str, value: Any, **_: Any) -> None:
     """Assign a field, as a call; it has no other arguments."""
     setattr(owner, name, value)
-
-
-def objectives() -> Iterator[Callable[..., Any]]:
-    """The public functions of `workbench.objectives`."""
-    for found in pkgutil.iter_modules(workbench.objectives.__path__):
-        module = importlib.import_module(f"workbench.objectives.{found.name}")
-        for name, value in vars(module).items():
-            own = inspect.isfunction(value) and value.__module__ == module.__name__ and found.name != "arguments"
-            if own and not name.startswith("_") and name not in INTERNAL["objectives"].split():
-                yield value
 
 
 def _call(name: str, function: Callable[..., Any], values: Mapping[str, list[Any]]) -> Call:

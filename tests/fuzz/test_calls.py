@@ -42,48 +42,16 @@ LONGEST_S, LONGEST_MESSAGE = 60.0, 5000  # of processor time; the slowest takes 
 EACH = 100  # cases between two generations
 # names of `wb` whose objects are in the table; those of settings are called in test_settings.py
 IN_TABLE = {
-    "Batch",
-    "Algorithm",
-    "Placement",
-    "Workbench",
-    "mapping",
-    "script",
-    "verifiers",
-    "sandbox",
-    "toolbox",
-    "adapters",
-}
+    "Batch", "Algorithm", "Placement", "Workbench", "mapping", "script", "verifiers", "sandbox", "toolbox", "adapters",
+}  # fmt: skip
 FUNCTIONS = {
-    "attach",
-    "ls",
-    "open",
-    "restore",
-    "stop",
-    "protocol",
-    "register",
-    "batched",
-    "Judge",
-    "Tools",
-    "runs",
-    "dial",
-    "diff",
-    "sweep",
-    "model_card",
-}
+    "attach", "ls", "open", "restore", "stop", "protocol", "register", "batched", "Judge", "Tools", "runs", "dial",
+    "diff", "sweep", "model_card",
+}  # fmt: skip
 SETTINGS = {
-    "ChatFormat",
-    "ClipCov",
-    "Context",
-    "Correction",
-    "Generation",
-    "KLCov",
-    "Layout",
-    "LoRA",
-    "Model",
-    "Precision",
-    "Sampling",
-    "Training",
-}
+    "ChatFormat", "ClipCov", "Context", "Correction", "Generation", "KLCov", "Layout", "LoRA", "Model", "Precision",
+    "Sampling", "Training",
+}  # fmt: skip
 VALUE = {"PROTOCOLS", "limits"}  # a dict; a decorator that checks by itself, as its process imports little
 # there is nothing of that name, nothing has failed, or the batch has no conversations
 REFUSED = {"batch.turns", "lab.buffer.draw", "lab.release", "algo.insert", "algo.remove", "lab.last_error"}

@@ -53,15 +53,6 @@ def test_the_deep_look_imports_the_engines_and_agrees_with_the_quick_one() -> No
     assert deep["exit"] == quick["exit"]
 
 
-def test_what_was_only_looked_at_is_not_called_ok() -> None:
-    checks = (doctor.Check(name="hosts (Ray)", ok=True, needed=True, found="ray 2.60.0"),)
-    quick, deep = str(doctor.Report(checks)), str(doctor.Report(checks, deep=True))
-    assert quick.startswith("here  hosts (Ray)")
-    assert "wb doctor --deep" in quick
-    assert deep.startswith("ok    hosts (Ray)")
-    assert deep.endswith("the main job can run here")
-
-
 def test_something_needed_that_is_missing_is_marked_with_its_remedy() -> None:
     report = doctor.Report(
         (
@@ -185,13 +176,6 @@ def test_the_default_dtype_is_what_open_uses(tmp_path: Path) -> None:
         assert f"{lab.actor.spec.dtype} by default" in found
     assert "bfloat16 by default" in doctor._devices([H100], None).found
     assert "dtype='float32' is faster" in doctor._devices([V100], None).found
-
-
-def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["no-such-command"])
-    assert stop.value.code == 2
-    assert "doctor" in capsys.readouterr().err
 
 
 def test_tables_have_a_column_for_every_key() -> None:

@@ -56,15 +56,12 @@ def batch_file(lab: wb.Workbench, tmp: Path) -> Path:
 
 
 CASES: dict[str, tuple[Call, str]] = {
-    "an evaluation that is none": (lambda lab, tmp: wb.PPO(lab, prompts=4).run(1, evaluate=5), "evaluate=5"),  # type: ignore[arg-type]
     "a name of 300 characters": (lambda lab, tmp: wb.open("x" * 300, models={"actor": TINY}), "at most 100 bytes"),
     "a keyword that there is not": (lambda lab, tmp: wb.open("a", modles={"actor": TINY}), r"modles=.*models"),  # type: ignore[call-arg]
-    "a dtype of a number": (lambda lab, tmp: opened(tmp, dtype=16), "dtype=16"),
     "a path that is a number": (lambda lab, tmp: lab.save(5), "5.*text"),  # type: ignore[arg-type]
     "a path that is None": (lambda lab, tmp: lab.load(None), "None.*text"),  # type: ignore[arg-type]
     "a path with a null": (lambda lab, tmp: lab.put({"x": [1]}).save("a\0b"), "embedded null byte"),
     "a path that is too long": (lambda lab, tmp: lab.trace("/x" * 3000), "a path 4095|a path 4096"),
-    "a model that is a number": (lambda lab, tmp: opened(tmp, models={"actor": 5}), r"models\['actor'\]=5"),
     "a model with a null": (lambda lab, tmp: opened(tmp, models={"actor": "a\0b"}), "a model's path='a.*null"),
     "a model whose name is too long": (lambda lab, tmp: opened(tmp, models={"actor": "x" * 300}), "at most 255 bytes"),
     "a model whose path is too long": (lambda lab, tmp: opened(tmp, models={"actor": tmp / ("x" * 300)}), "255 bytes"),
@@ -79,12 +76,6 @@ CASES: dict[str, tuple[Call, str]] = {
     "a cell whose code is a number": (
         lambda lab, tmp: export_notebook(notebook(tmp, [{"cell_type": "code", "metadata": {}, "source": 5}])), "source",
     ),
-    "a stop that is None": (lambda lab, tmp: wb.Sampling(stop=None), "stop=None.*sequence of non-empty strings"),  # type: ignore[arg-type]
-    "a layout with a text": (lambda lab, tmp: wb.Layout(1, 4, 1, 1, "2"), r"t_g='2'.*whole number.*without quotes"),  # type: ignore[arg-type]
-    "a placement of a text": (lambda lab, tmp: wb.Placement("x"), "pools='x'"),  # type: ignore[arg-type]
-    "no devices": (lambda lab, tmp: opened(tmp, devices=0), "devices=0.*at least 1"),
-    "a correction that is a dict": (lambda lab, tmp: wb.PPO(lab, correction={}), r"correction=\{\}.*wb.Correction"),  # type: ignore[arg-type]
-    "a bootstrap that is a text": (lambda lab, tmp: wb.PPO(lab, bootstrap="x"), "bootstrap='x'.*True or False"),  # type: ignore[arg-type]
 }  # fmt: skip
 
 

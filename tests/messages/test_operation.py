@@ -86,7 +86,7 @@ def test_a_list_is_taken_for_a_tuple_and_numbers_of_numpy_for_python_s() -> None
     assert {type(kept["by"]), *map(type, kept["sizes"])} == {int}
     for sizes, value, rule in (
         (5, "sizes=5", "must be a tuple or a list"),
-        ([], "sizes=[]", "must have at least 1 items"),
+        ([], "sizes=[]", "must have at least 1 item"),
         ([1, "x"], "sizes[1]='x'", "must be a whole number"),
     ):
         with pytest.raises(BadInput) as caught:

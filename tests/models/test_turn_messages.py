@@ -150,7 +150,9 @@ def test_the_format_is_the_tokenizers_or_that_of_its_template(tokenizer: Any) ->
 
 
 def test_unknown_formats_are_refused(tokenizer: Any) -> None:
-    with expect_error(BadInput, value="tool_format='hermez'", rule="must be one of", remedy="write 'hermes'"):
+    with expect_error(
+        BadInput, value="tool_format='hermez'", rule="must be one of", remedy="write tool_format='hermes'"
+    ):
         TurnReader(tokenizer, "hermez")
     with expect_error(BadInput, rule="refuses it as a response template: Unknown keys"):
         TurnReader(tokenizer, {"field": {}})

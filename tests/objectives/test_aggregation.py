@@ -71,19 +71,6 @@ def test_shares_of_random_micro_batches_add_up(how: Aggregation) -> None:
         torch.testing.assert_close(torch.autograd.grad(shares.sum(), x)[0], slope, rtol=0, atol=1e-12)
 
 
-def test_mean_of_micro_batch_means_is_another_number() -> None:
-    """The trap: one micro-batch with a single token weighs as much as one with nine."""
-    x = torch.tensor([[1.0] + [0.0] * 8, [0.5] * 9])
-    mask = torch.tensor([[True] + [False] * 8, [True] * 9])
-    how: Aggregation = "token-mean"
-    own = [denominator(mask[i : i + 1], how) for i in range(2)]
-    means = [aggregate(x[i : i + 1], mask[i : i + 1], how, own[i]).item() for i in range(2)]
-    shares = [aggregate(x[i : i + 1], mask[i : i + 1], how, own[0] + own[1]).item() for i in range(2)]
-    assert sum(means) / 2 == 0.75
-    assert sum(shares) == pytest.approx(5.5 / 10)
-    assert by_definition(x, mask, how) == pytest.approx(5.5 / 10)
-
-
 @every_mode
 def test_rows_that_only_fill_up_change_nothing(how: Aggregation) -> None:
     x, mask = minibatch(0)
@@ -104,13 +91,6 @@ def test_nothing_valid(how: Aggregation) -> None:
         assert whole == 0
         assert share == 0
         assert not slope.any()
-
-
-@every_mode
-def test_gradcheck(how: Aggregation) -> None:
-    x, mask = minibatch(1)
-    whole = denominator(mask, how, LONGEST)
-    assert torch.autograd.gradcheck(lambda x: aggregate(x, mask, how, whole), (x.requires_grad_(),))
 
 
 def test_single_precision_stays_single_whatever_the_denominator() -> None:

@@ -51,15 +51,6 @@ def test_it_is_the_divergence_with_its_gradient() -> None:
         assert (value > 0).all()
 
 
-def test_the_mixture_tends_to_the_kl_at_both_ends() -> None:
-    for beta, end in ((1e-6, 0.0), (1 - 1e-6, 1.0)):
-        scaled = divergence(TEACHER, STUDENT, beta) / min(beta, 1 - beta)
-        torch.testing.assert_close(scaled, divergence(TEACHER, STUDENT, end), rtol=1e-4, atol=1e-4)
-    swapped = divergence(STUDENT, TEACHER, 0.5)
-    torch.testing.assert_close(divergence(TEACHER, STUDENT, 0.5), swapped)
-    assert (swapped < math.log(2)).all()
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_coarser_distributions_are_nearer_and_all_tokens_are_the_whole(beta: float) -> None:
     whole = divergence(TEACHER, STUDENT, beta)

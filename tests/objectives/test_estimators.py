@@ -90,18 +90,10 @@ class TestTokenRewards:
         rewards = token_rewards(torch.tensor([10.0, -4.0]), log_prob, self.ref, self.mask, beta=0.1)
         torch.testing.assert_close(rewards, torch.tensor([[-0.05, 10.1, 0.0], [-0.1, 0.0, -3.9]]))
 
-    def test_is_detached(self) -> None:
-        log_prob = self.log_prob.clone().requires_grad_()
-        assert not token_rewards(torch.zeros(2), log_prob, self.ref, self.mask, beta=0.1).requires_grad
-
     @pytest.mark.parametrize("scores", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(())])
     def test_bad_shapes(self, scores: Tensor) -> None:
         with expect_error(BadInput, value="scores_B"):
             token_rewards(scores, self.log_prob, self.ref, self.mask, beta=0.1)
-
-    def test_negative_beta(self) -> None:
-        with expect_error(BadInput, value=r"beta=-0\.1"):
-            token_rewards(torch.zeros(2), self.log_prob, self.ref, self.mask, beta=-0.1)
 
 
 def gae_by_double_sum(
@@ -139,17 +131,6 @@ class TestGAE:
                     expected = gae_by_double_sum(rewards, values, mask, gamma, lam, bootstrap)
                     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
-    def test_masked_tokens_take_no_time(self) -> None:
-        rewards, values = normal(3, 6, seed=0), normal(3, 6, seed=1)
-        chosen = torch.tensor([0, 1, 4, 5])
-        mask = torch.zeros(3, 6, dtype=torch.bool)
-        mask[:, chosen] = True
-        wide = gae(rewards, values, mask, 0.9, 0.8)
-        narrow = gae(rewards[:, chosen], values[:, chosen], mask[:, chosen], 0.9, 0.8)
-        for a, b in zip(wide, narrow, strict=True):
-            assert torch.equal(a[:, chosen], b)
-            assert (a[:, [2, 3]] == 0).all()
-
     def test_padding_cannot_leak(self) -> None:
         rewards, values, mask = normal(8, 11, seed=0), normal(8, 11, seed=1), random_masks(8, 11, seed=2)
         clean = gae(rewards, values, mask, 0.9, 0.8)
@@ -157,21 +138,6 @@ class TestGAE:
         for a, b in zip(clean, dirty, strict=True):
             assert torch.equal(a, b)
             assert (a[~mask] == 0).all()
-
-    def test_limits(self) -> None:
-        """lambda = 1 makes the return the reward to go; lambda = 0 makes the advantage the one-step error."""
-        rewards, values, mask = normal(8, 11, seed=0), normal(8, 11, seed=1), random_masks(8, 11, seed=2)
-        torch.testing.assert_close(gae(rewards, values, mask, 0.9, 1.0)[1], discounted_returns(rewards, mask, 0.9))
-        full = torch.ones(8, 10, dtype=torch.bool)
-        one_step = rewards[:, :10] + 0.9 * torch.cat((values[:, 1:10], torch.zeros(8, 1)), 1) - values[:, :10]
-        torch.testing.assert_close(gae(rewards[:, :10], values[:, :10], full, 0.9, 0.0)[0], one_step)
-
-    def test_exact_values_leave_no_advantage(self) -> None:
-        rewards, mask = normal(8, 11, seed=0), random_masks(8, 11, seed=2)
-        values = discounted_returns(rewards, mask, 0.9)
-        advantages, returns = gae(rewards, values, mask, 0.9, 0.95)
-        torch.testing.assert_close(advantages, torch.zeros_like(advantages), rtol=0, atol=1e-12)
-        torch.testing.assert_close(returns, values)
 
     def test_inputs_stay_and_precision_is_single_at_least(self) -> None:
         rewards, values = torch.ones(1, 2).bfloat16(), torch.ones(1, 2).bfloat16().requires_grad_()
@@ -247,14 +213,6 @@ class TestReinforce:
         advantages, returns = reinforce(rewards, mask, 1.0, torch.tensor([1.0, 5.0]))
         assert returns.tolist() == [[1.5, 1.5, 2.0, 0.0], [4.0, 0.0, 0.0, 0.0]]
         assert advantages.tolist() == [[0.5, 0.5, 1.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
-
-    def test_one_score_gives_the_difference_on_every_chosen_token(self) -> None:
-        scores, greedy, mask = normal(8, seed=0), normal(8, seed=1), random_masks(8, 11, seed=2)
-        rewards = token_rewards(scores, torch.zeros(8, 11), None, mask, beta=0.0)
-        advantages, _ = reinforce(rewards, mask, 1.0, greedy)
-        for i in range(8):
-            torch.testing.assert_close(advantages[i, mask[i]], (scores[i] - greedy[i]).expand(int(mask[i].sum())))
-        assert (advantages[~mask] == 0).all()
 
     def test_gradient_is_the_true_one_with_less_variance(self) -> None:
         """Over all sequences of a small policy, with a KL penalty in the reward: the baseline takes no part of it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.expected import expect_error
 from tests.objectives.policies import normal
 from workbench.errors import BadInput
-from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss, ratio_of
+from workbench.objectives.kl import KLKind, KLLoss, adaptive_kl_step, kl_estimate, kl_loss
 
 REF = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
 
@@ -39,15 +39,6 @@ def test_values_by_hand() -> None:
 def test_k1_and_k3_are_unbiased(kind: KLKind) -> None:
     _, log_pi = policy()
     torch.testing.assert_close((log_pi.exp() * kl_estimate(log_pi, REF, kind)).sum(), divergence(log_pi, REF))
-
-
-def test_k2_is_biased_yet_close() -> None:
-    _, log_pi = policy()
-    near = REF + 0.05 * (log_pi.detach() - REF)
-    near = near.log_softmax(0)
-    for log_p, relative_error in ((log_pi, 0.5), (near, 0.05)):
-        error = (log_p.exp() * kl_estimate(log_p, REF, "k2")).sum() / divergence(log_p, REF) - 1
-        assert 1e-4 < error.abs() < relative_error
 
 
 def expected_loss_gradient(kind: KLLoss, logits: Tensor, log_pi: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,13 +81,6 @@ def test_loss_passes_gradcheck_and_moves_the_policy_alone(kind: KLLoss) -> None:
     assert ref.grad is None
 
 
-def test_k1_in_the_reward_gives_the_gradient_of_the_reverse_kl() -> None:
-    logits, log_pi = policy()
-    reverse = gradient(divergence(log_pi, REF), logits)
-    score_function = log_pi.detach().exp() * kl_estimate(log_pi, REF, "k1").detach() * log_pi
-    torch.testing.assert_close(gradient(score_function.sum(), logits), reverse)
-
-
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_far_apart_policies_stay_finite(kind: KLKind) -> None:
     log_prob = torch.tensor([-1000.0, 0.0, -30.0], requires_grad=True)
@@ -112,12 +96,6 @@ def test_k3_keeps_small_differences_in_single_precision() -> None:
     d = 1e-4
     estimate = kl_estimate(torch.tensor([d]), torch.tensor([0.0]), "k3")
     torch.testing.assert_close(estimate, torch.tensor([d * d / 2]), rtol=1e-2, atol=0)
-
-
-def test_half_precision_is_widened_before_the_subtraction() -> None:
-    log_prob, ref = torch.tensor([-8.25]).bfloat16(), torch.tensor([-8.1875]).bfloat16()
-    assert kl_estimate(log_prob, ref).dtype == torch.float32
-    assert kl_estimate(log_prob, ref).item() == -0.0625
 
 
 def test_bad_input() -> None:
@@ -153,8 +131,3 @@ class TestAdaptiveKL:
             right = {"coefficient": 0.1, "kl": 1.0, "target": 6.0, "responses": 10, "horizon": 100}
             with pytest.raises(BadInput, match=message):
                 adaptive_kl_step(**{**right, **kwargs})  # type: ignore[arg-type]
-
-
-def test_a_ratio_is_of_equal_shapes() -> None:
-    with expect_error(BadInput, value="old_log_prob_BT"):
-        ratio_of(torch.zeros(2), torch.zeros(1, 3))

@@ -56,25 +56,6 @@ class TestPPO:
         assert slope == pytest.approx([0.0, 1.0, 0.0, 0.0])
         assert clipped == [True, False, True, True]
 
-    @pytest.mark.parametrize("options", [{}, {"clip_low": 0.0, "clip_high": 0.0}, {"dual_clip": 1.0}])
-    def test_first_minibatch(self, options: dict[str, float]) -> None:
-        """pi = pi_old: the ratio is 1, nothing is clipped, the gradient is that of -A log pi."""
-        log_prob, advantages = normal(4, 5, seed=0).requires_grad_(), normal(4, 5, seed=1)
-        loss, stats = ppo_loss(log_prob, log_prob.detach().clone(), advantages, **options)
-        assert torch.equal(loss, -advantages)
-        assert (stats.ratio_BT == 1).all()
-        assert not stats.clipped_BT.any()
-        if not options:
-            assert torch.equal(torch.autograd.grad(loss.sum(), log_prob)[0], -advantages)
-
-    @pytest.mark.parametrize("dual_clip", [None, 1.5])
-    def test_gradcheck(self, dual_clip: float | None) -> None:
-        log_prob = normal(6, 7, seed=0, scale=0.5).requires_grad_()
-        old, advantages = normal(6, 7, seed=1, scale=0.5), normal(6, 7, seed=2)
-        clipped = ppo_loss(log_prob, old, advantages, dual_clip=dual_clip)[1].clipped_BT
-        assert 0.1 < clipped.double().mean() < 0.9  # both branches are under test
-        assert torch.autograd.gradcheck(lambda x: ppo_loss(x, old, advantages, dual_clip=dual_clip)[0], (log_prob,))
-
     def test_only_the_policy_learns(self) -> None:
         log_prob, old, advantages = (normal(2, 3, seed=seed).requires_grad_() for seed in range(3))
         loss, stats = ppo_loss(log_prob, old, advantages)
@@ -91,11 +72,6 @@ class TestPPO:
         assert loss.isfinite().all()
         assert slope.tolist() == [[0.0, 0.0]]
         assert stats.ratio_BT[0].tolist() == pytest.approx([math.exp(20), math.exp(-20)])
-
-    def test_half_precision_is_widened(self) -> None:
-        x = torch.zeros(1, 2).bfloat16()
-        loss, stats = ppo_loss(x, x, x)
-        assert loss.dtype == stats.ratio_BT.dtype == torch.float32
 
     def test_bad_input(self) -> None:
         x = torch.zeros(2, 3)
@@ -140,21 +116,6 @@ class TestGSPO:
         # a sequence is clipped as a whole
         assert all(len(set(row[keep].tolist())) <= 1 for row, keep in zip(stats.clipped_BT, MASK.bool(), strict=True))
 
-    def test_gradient_against_finite_differences(self) -> None:
-        log_prob, old = normal(4, 5, seed=0, scale=0.3), normal(4, 5, seed=1, scale=0.3)
-        advantages = normal(4, 1, seed=2).expand(4, 5)
-
-        def value(x: Tensor) -> Tensor:
-            return (gspo_loss(x, old, advantages, MASK, 0.1, 0.2)[0] * MASK).sum()
-
-        moving = log_prob.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(value(moving), moving)
-        for i, t in ((0, 0), (0, 3), (1, 2), (2, 0), (1, 1), (3, 4)):
-            step = torch.zeros_like(log_prob)
-            step[i, t] = 1e-6
-            difference = (value(log_prob + step) - value(log_prob - step)) / 2e-6
-            assert float(slope[i, t]) == pytest.approx(float(difference), abs=1e-7)
-
     def test_padding_cannot_leak(self) -> None:
         log_prob, old, advantages = (normal(4, 5, seed=seed) for seed in range(3))
         loss, _ = gspo_loss(log_prob, old, advantages, MASK)
@@ -176,14 +137,6 @@ class TestCISPO:
         (slope,) = torch.autograd.grad(loss.sum(), log_prob)
         torch.testing.assert_close(slope, torch.tensor([[-0.8, 1.0, -3.0, -3.0]]))
         assert stats.clipped_BT.tolist() == [[True, False, True, True]]
-
-    def test_within_its_bounds_it_is_ppo(self) -> None:
-        log_prob, old = normal(4, 5, seed=0, scale=0.3).requires_grad_(), normal(4, 5, seed=1, scale=0.3)
-        advantages = normal(4, 5, seed=2)
-        wide = [cispo_loss(log_prob, old, advantages, 1.0, 50.0), ppo_loss(log_prob, old, advantages, 1.0, 50.0)]
-        found, expected = (torch.autograd.grad(loss.sum(), log_prob)[0] for loss, _ in wide)
-        torch.testing.assert_close(found, expected)
-        assert not wide[0][1].clipped_BT.any()
 
 
 class TestSAPO:
@@ -228,7 +181,7 @@ class TestPolicyLoss:
         x = torch.zeros(2, 3)
         with expect_error(BadInput, value=r"dual_clip=3\.0 with loss='gspo'"):
             policy_loss("gspo", x, x, x, x, dual_clip=3.0)
-        with expect_error(BadInput, value="kind='trpo'"):
+        with expect_error(BadInput, value="loss='trpo'"):
             policy_loss("trpo", x, x, x, x)  # type: ignore[arg-type]
         with expect_error(BadInput, value="mask_BT has shape"):
             gspo_loss(x, x, x, torch.ones(2, 2))
@@ -267,12 +220,6 @@ class TestValueLoss:
         assert values.grad is not None
         assert torch.equal(stats.clipped_BT, values.grad == 0)
         assert 0.1 < stats.clipped_BT.float().mean() < 0.9
-
-    @pytest.mark.parametrize("clip", [None, 0.3])
-    def test_gradcheck(self, clip: float | None) -> None:
-        values = normal(6, 7, seed=0).requires_grad_()
-        old, returns = normal(6, 7, seed=1), normal(6, 7, seed=2)
-        assert torch.autograd.gradcheck(lambda x: value_loss(x, old, returns, clip)[0], (values,))
 
     def test_only_the_critic_learns(self) -> None:
         values, old, returns = (normal(2, 3, seed=seed).requires_grad_() for seed in range(3))

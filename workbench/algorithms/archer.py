@@ -8,7 +8,7 @@ from workbench.algorithms.lab import Lab
 from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.support.validation import PositiveFloat, PositiveInt
+from workbench.support.validation import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ArCHer(RolloutAlgorithm):
 
     gamma: float = 0.95
     lam: float = 0.0
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     critic_epochs: PositiveInt = 4
     value_clip: PositiveFloat | None = None
     clip: float = 0.2

@@ -16,6 +16,7 @@ from workbench.data.prompt_stream import PromptStream
 from workbench.data.user_functions import accepted
 from workbench.models.loading import Limits
 from workbench.settings.engines import Sampling
+from workbench.support.validation import PositiveInt
 from workbench.workers.user_loss import check_names
 
 
@@ -41,14 +42,14 @@ class Distill(Algorithm):
     """
 
     lab: Lab
-    prompts: int = 64
-    samples: int = 1
+    prompts: PositiveInt = 64
+    samples: PositiveInt = 1
     sampling: Sampling = field(default_factory=Sampling)
     beta: float = 1.0
     top_k: int = 64
     teacher: Literal["teacher", "reference"] = "teacher"
     teacher_prompt: Callable[..., Any] | None = None
-    epochs: int = 1
+    epochs: PositiveInt = 1
 
     def __post_init__(self) -> None:
         source = self.lab.prompts.source if isinstance(getattr(self.lab, "prompts", None), PromptStream) else None

@@ -9,10 +9,9 @@ from inspect import Parameter
 from types import MappingProxyType
 from typing import Any
 
-from workbench.algorithms.arguments import Argument, fields_of, in_effect
 from workbench.algorithms.graph import Graph
 from workbench.algorithms.live_fields import LiveFields, as_plain, is_same, value_in_effect
-from workbench.algorithms.tracing import Tracer
+from workbench.algorithms.tracing import Argument, Tracer, fields_of, in_effect
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checks_calls

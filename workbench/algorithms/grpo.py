@@ -11,7 +11,7 @@ from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.covariance import CovarianceLoss
-from workbench.support.validation import PositiveInt
+from workbench.support.validation import NonNegativeFloat, PositiveInt
 
 
 @dataclass
@@ -44,11 +44,11 @@ class GRPO(RolloutAlgorithm):
     tokens in their place.
     """
 
-    prompts: int = 4
+    prompts: PositiveInt = 4
     samples: PositiveInt = 4
     estimator: str | Callable[..., Any] = "grpo"
     loss: str | CovarianceLoss | Callable[..., Any] = "ppo"
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     kl: str = "k3"
     clip: float | None = None
     clip_high: float | None = None

@@ -21,7 +21,7 @@ from workbench.data.reward_function import Weight
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.estimators import response_scores
 from workbench.settings.engines import Sampling
-from workbench.support.validation import FINITE, Number, PositiveFloat, Rule
+from workbench.support.validation import FINITE, Number, PositiveFloat, PositiveInt, Rule
 from workbench.workers.sampling_mask import MASK_COLUMNS
 
 
@@ -42,7 +42,7 @@ class HPT(Algorithm):
 
     lab: Lab
     demonstrations: Demonstrations
-    prompts: int = 4
+    prompts: PositiveInt = 4
     samples: GroupSize = 8
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
@@ -53,7 +53,7 @@ class HPT(Algorithm):
     estimator: str | Callable[..., Any] = "dr_grpo"
     loss: str | Callable[..., Any] = "ppo"
     clip: float | None = None
-    epochs: int = 1
+    epochs: PositiveInt = 1
     aggregation: Aggregation = "fixed-length"
 
     def __post_init__(self) -> None:

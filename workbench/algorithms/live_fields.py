@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-from pydantic.dataclasses import is_pydantic_dataclass
 
 from workbench.algorithms.lab import Lab
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import clips_in_effect
 from workbench.support.named_fields import meant
-from workbench.support.validation import LiveMapping, check_before_post_init, checked, hints_of, owned
+from workbench.support.validation import check_before_post_init, checked, hints_of, is_settings, owned
 
 SETTINGS = "settings"  # in what is kept of settings that were assigned whole: their class
 MAPPING = "mapping"  # in what is kept of a mapping that was assigned: its values
@@ -103,7 +101,7 @@ class LiveFields:
 
         if isinstance(value, Mapping):
             return LiveMapping(value, assign)
-        return owned(value, assign_field) if is_pydantic_dataclass(type(value)) else value
+        return owned(value, assign_field) if is_settings(type(value)) else value
 
     def _note_change(self, name: str, before: Any, after: Any) -> None:
         """Record a change that was made, one a field of settings."""
@@ -132,7 +130,7 @@ class LiveFields:
             if field:
                 if _is_plain(one := getattr(value, field, None)):
                     kept.setdefault(name, {})[field] = one
-            elif is_pydantic_dataclass(made := type(value)):
+            elif is_settings(made := type(value)):
                 values = {field: getattr(value, field) for field in fields_by_name(value)}
                 if made.__module__.startswith("workbench.") and _is_plain(values):  # no class of a user's own
                     kept[name] = {SETTINGS: f"{made.__module__}:{made.__qualname__}", **values}
@@ -172,6 +170,41 @@ class LiveFields:
             yield
         finally:
             self.__dict__["_live"] = live
+
+
+def _changing(change: Callable[..., Any]) -> Any:
+    """A method of a `LiveMapping`: as dict's, on a copy that is then assigned."""
+
+    def changed(self: LiveMapping, *args: Any, **kwargs: Any) -> Any:
+        result = change(values := dict(self), *args, **kwargs)
+        taken = dict(self._assign(values))
+        dict.clear(self)
+        dict.update(self, taken)
+        return result
+
+    return changed
+
+
+class LiveMapping(dict[str, Any]):
+    """A mapping in which each change is an assignment of the whole: `assign(changed)` checks it, and returns what holds
+    then. Copies of it, and what is pickled, are plain dicts."""
+
+    def __init__(self, values: Mapping[str, Any], assign: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+        super().__init__(values)
+        self._assign = assign
+
+    __setitem__, __delitem__, clear = map(_changing, (dict.__setitem__, dict.__delitem__, dict.clear))  # type: ignore[arg-type]
+    update, pop, popitem, setdefault = map(_changing, (dict.update, dict.pop, dict.popitem, dict.setdefault))  # type: ignore[arg-type]
+
+    def __ior__(self, other: Any) -> LiveMapping:  # type: ignore[misc, override]
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def fields_by_name(value: Any) -> dict[str, dataclasses.Field[Any]]:

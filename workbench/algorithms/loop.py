@@ -24,8 +24,8 @@ from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import CovarianceLoss
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_names
-from workbench.support.validation import at_least, whole
+from workbench.support.named_fields import check_call
+from workbench.support.validation import NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,8 +50,7 @@ class Algorithm(StageEdits):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        check_names(cls.__name__, parameters, kwargs, len(args))
+        check_call(cls.__name__, inspect.signature(cls.__init__), (cls, *args), kwargs)
         algorithm = super().__new__(cls)
         algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={})
         return algorithm
@@ -231,7 +230,12 @@ class Algorithm(StageEdits):
         return stoppable(f"{type(self).__name__}.{call}()", left)
 
     def run(
-        self, iterations: int, *, staleness: int = 0, evaluate: Callable[[], object] | None = None, every: int = 1
+        self,
+        iterations: PositiveInt,
+        *,
+        staleness: NonNegativeInt = 0,
+        evaluate: Callable[[], object] | None = None,
+        every: PositiveInt = 1,
     ) -> pd.DataFrame:
         """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
         up. One that was interrupted in a `run`, or that a checkpoint has, is finished first, and counts.
@@ -255,14 +259,8 @@ class Algorithm(StageEdits):
         """
         from workbench.display.results import Results
 
-        whole("iterations", iterations, 1)
-        whole("every", every, 1)
-        whole("staleness", staleness, 0)
         if staleness:
             check_can_run_ahead(self.graph())
-        if evaluate is not None and not callable(evaluate):
-            remedy = "evaluate=lambda: lab.evaluate(held_out)"
-            raise BadInput(f"evaluate={shown(evaluate)}", "must be a function without arguments, or None", remedy)
         self.lab.take_edits()
         rows, seconds = [], []
         self.lab.position.take_up(self)
@@ -343,18 +341,16 @@ class Algorithm(StageEdits):
                 "give what wb.open(...) returned",
             )
         title = type(self).__name__
-        for name, least in (("prompts", 1), ("samples", 1), ("epochs", 1), ("rows", 1), ("kl_coefficient", 0)):
-            at_least(f"{title}.{name}", getattr(self, name, least), least)
         if missing := [role for role in roles if role not in self.lab.groups]:
             penalty = missing == ["reference"] and hasattr(self, "kl_coefficient")
             without = ", or give kl_coefficient=0, which needs no reference" if penalty else ""
             if missing == ["reward"]:
                 without = ", or add it: lab.add('reward', my_function)"
-            value, remedy = (
+            raise BadInput(
                 f"{title} on a workbench without {' and '.join(missing)}",
-                "open one with these roles in models=",
+                f"it has {', '.join(self.lab.groups)}",
+                f"open one with these roles in models={without}",
             )
-            raise BadInput(value, f"it has {', '.join(self.lab.groups)}", remedy + without)
         self._check_rows()
         self.graph().check_corrections(title)
         self.lab.position.take_up(self)

@@ -11,7 +11,7 @@ from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.covariance import CovarianceLoss
 from workbench.objectives.kl import adaptive_kl_step
-from workbench.support.validation import FINITE, PositiveFloat, PositiveInt
+from workbench.support.validation import FINITE, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -32,7 +32,7 @@ class PPO(RolloutAlgorithm):
 
     gamma: float = 1.0
     lam: float = 0.95
-    kl_coefficient: float = 0.05
+    kl_coefficient: NonNegativeFloat = 0.05
     kl: str = "k1"
     kl_target: Annotated[PositiveFloat, FINITE] | None = None
     kl_horizon: PositiveInt = 10_000

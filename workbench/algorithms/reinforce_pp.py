@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
-from workbench.support.validation import at_least
+from workbench.support.validation import NonNegativeFloat, at_least
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ReinforcePP(RolloutAlgorithm):
 
     baseline: bool = False
     gamma: float = 1.0
-    kl_coefficient: float = 0.01
+    kl_coefficient: NonNegativeFloat = 0.01
     clip: float = 0.2
 
     def __post_init__(self) -> None:

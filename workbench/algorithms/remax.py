@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.support.validation import NonNegativeFloat
 
 
 @dataclass
@@ -18,7 +19,7 @@ class ReMax(RolloutAlgorithm):
     `compute_greedy_reward`. Other fields: as in `PPO`.
     """
 
-    kl_coefficient: float = 0.05
+    kl_coefficient: NonNegativeFloat = 0.05
     kl: str = "k1"
     clip: float = 0.2
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.rollout_algorithm import GroupSize, RolloutAlgorithm
+from workbench.support.validation import NonNegativeFloat
 
 
 @dataclass
@@ -20,7 +21,7 @@ class RLOO(RolloutAlgorithm):
     """
 
     samples: GroupSize = 4
-    kl_coefficient: float = 0.05
+    kl_coefficient: NonNegativeFloat = 0.05
     kl: str = "k1"
     clip: float = 0.2
 

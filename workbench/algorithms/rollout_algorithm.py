@@ -13,7 +13,7 @@ from workbench.algorithms.loop import Algorithm
 from workbench.data.reward_function import Weight
 from workbench.objectives.correction import Correction
 from workbench.settings.engines import Sampling
-from workbench.support.validation import Whole
+from workbench.support.validation import PositiveInt, Whole
 
 GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
@@ -23,12 +23,12 @@ class RolloutAlgorithm(Algorithm):
     """Base of PPO and its relatives. `PPO` says what the fields are."""
 
     lab: Lab
-    prompts: int = 16
-    samples: int = 1
+    prompts: PositiveInt = 16
+    samples: PositiveInt = 1
     sampling: Sampling = field(default_factory=Sampling)
     reward: Callable[..., Any] | Mapping[str, Any] | None = None
     reward_weights: Mapping[str, Weight] | None = None
-    epochs: int = field(default=1, kw_only=True)
+    epochs: PositiveInt = field(default=1, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

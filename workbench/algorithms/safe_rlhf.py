@@ -42,7 +42,7 @@ class SafeRLHF(RolloutAlgorithm):
     multiplier_bounds: Bounds = (0.01, 10.0)
     gamma: float = 1.0
     lam: float = 0.95
-    kl_coefficient: float = 0.05
+    kl_coefficient: NonNegativeFloat = 0.05
     kl: str = "k1"
     clip: float = 0.2
     value_clip: PositiveFloat | None = 0.2

@@ -21,7 +21,6 @@ from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.settings.engines import Generation, ShareMemory, Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import computing_threads, cores
-from workbench.support.validation import checked
 from workbench.workers.roles import ROLE_WORKERS
 
 
@@ -87,8 +86,6 @@ class Description:
             )
         if not models:
             raise BadInput("models={}", f"needs at least one of {', '.join(ROLES)}", "models={'actor': 'smollm2-135m'}")
-        checked("training", training, Training | None)
-        checked("generation", generation, Generation | None)
         if address is not None and device is None:
             raise BadInput(
                 f"address={address!r} without device=",
@@ -103,8 +100,6 @@ class Description:
         dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
         defaults = {"dtype": dtype, "training": training or Training(), "generation": generation or Generation()}
         filled = {role: Model.of(role, value).filled(role, **defaults) for role, value in models.items()}  # type: ignore[arg-type]
-        if placement is not None:
-            _require_placement(placement)
         if placement is not None and placement.has_rollout:
             filled = _with_rollout(filled)
         if all(model.name is None for model in filled.values()):
@@ -217,7 +212,6 @@ class Description:
 
         models: as `declared`; None: the same. A pool for rollout workers brings these along.
         """
-        _require_placement(placement)
         models = self.declared if models is None else models
         if placement.has_rollout:
             models = _with_rollout(models)
@@ -366,13 +360,6 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
     return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
-
-
-def _require_placement(placement: Any) -> None:
-    if not isinstance(placement, Placement):
-        raise BadInput(
-            f"placement={shown(placement)}", "takes a placement", "wb.Placement.colocate(1), .split(2), .of({...})"
-        )
 
 
 def _local_device() -> str:

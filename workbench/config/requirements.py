@@ -19,6 +19,7 @@ from workbench.models.tokenizers import vocabulary
 from workbench.placement import ENVIRONMENT, ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
+from workbench.settings.training import WHOLE_TENSORS
 from workbench.workers.roles import ROLE_WORKERS, ActorWorker
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.worker import Worker
@@ -144,16 +145,11 @@ def _check_layouts(description: Description) -> None:
             if model.trained and model.training.engine == "deepspeed":
                 check_deepspeed_layout(layout, model.training)
             check_shardable(load_config(model.name), layout, head_of(role))
-            if model.trained and model.training.optimizer == "adamw_8bit" and layout.t > 1:
+            optimizer = model.training.optimizer
+            if model.trained and optimizer in WHOLE_TENSORS and layout.t > 1:
                 raise BadInput(
-                    "Training(optimizer='adamw_8bit')",
-                    f"t={layout.t} cuts tensors, and 8-bit moments belong to whole ones",
-                    "use t=1 (p and d are free), or optimizer='adamw'",
-                )
-            if model.trained and model.training.optimizer == "muon" and layout.t > 1:
-                raise BadInput(
-                    "Training(optimizer='muon')",
-                    f"t={layout.t} cuts matrices, and steps of slices that are orthogonal are none of the whole matrix",
+                    f"Training(optimizer={optimizer!r})",
+                    f"{WHOLE_TENSORS[optimizer]}, and t={layout.t} cuts them",
                     "use t=1 (p and d are free), or optimizer='adamw'",
                 )
         except BadInput as error:

@@ -23,8 +23,7 @@ from workbench.export.cells import Cell
 from workbench.export.parameters import TAGS, take_parameters
 from workbench.export.statements import statements_of
 from workbench.support.files import write_bytes
-from workbench.support.home import home
-from workbench.support.signing import KEY_FILE, signing_key
+from workbench.support.home import KEY_FILE, home, signing_key
 from workbench.telemetry.store import TelemetryStore
 
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove

@@ -18,10 +18,18 @@ from workbench.display import progress
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.launch.options import Option
-from workbench.settings.engines import SHARE_MEMORY, DType, ShareMemory
+from workbench.placement import Placement
+from workbench.settings.engines import SHARE_MEMORY, DType, Generation, ShareMemory, Training
 from workbench.support.files import path_of
 from workbench.support.named_fields import check_names
-from workbench.support.validation import SEQUENCE, NonNegativeInt, PositiveInt, Rule, checked
+from workbench.support.validation import (
+    SEQUENCE,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Rule,
+    checked,
+)
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -78,6 +86,8 @@ OPTIONS: Mapping[str, Option] = {
 }
 HINTS = {name: option.hint for name, option in OPTIONS.items()} | {
     "dtype": DType | None, "share_memory": Sharing, "record": bool,
+    "placement": Placement | None, "training": Training | None, "generation": Generation | None,
+    "wait_s": NonNegativeFloat,
 }  # fmt: skip
 
 

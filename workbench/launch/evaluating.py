@@ -1,15 +1,18 @@
-"""`wb evaluate`: a checkpoint on data that it was not trained on, from the command line."""
+"""`wb evaluate` and `wb serve`: what a checkpoint holds, on data or behind a server, from the command line."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from workbench.checks.evaluation_frame import Evaluation
+from workbench.conversations.endpoint import Endpoint
 from workbench.data import verifiers
 from workbench.errors import BadInput
 from workbench.launch.opening import restore
@@ -20,6 +23,7 @@ from workbench.support.named_fields import meant
 if TYPE_CHECKING:
     from workbench.controller import Workbench
 
+LOOK_S = 0.5
 TRAINED_ON = "training prompts"
 VERIFIERS = ("arithmetic", "gsm8k", "math", "instructions", "code", "format")
 
@@ -64,3 +68,22 @@ def verifier(name: str) -> Any:
         rule = f"there are {', '.join(VERIFIERS)}"
         raise BadInput(f"--reward {name}", rule, meant(name, VERIFIERS, "--reward {}".format))
     return getattr(verifiers, name)
+
+
+def serve_checkpoint(
+    path: str | Path, *, sampling: Mapping[str, Any], backend: str, ready: Callable[[Endpoint], None]
+) -> None:
+    """Open what a checkpoint holds, in processes of its own, and serve its actor until Ctrl-C, or SIGTERM.
+
+    ready: called once it takes requests. Raises `BadInput` for a checkpoint that is not trusted, as its code would run.
+    """
+    drawn = Sampling(**sampling)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        opened_checkpoint("serve", path, backend=backend, runs=None) as lab,
+        lab.serve(sampling=drawn) as endpoint,
+    ):
+        ready(endpoint)
+        while endpoint.is_open:
+            threading.Event().wait(LOOK_S)

@@ -39,7 +39,7 @@ from workbench.support.files import check_room, private_folder, real_path
 from workbench.support.gpus import read_gpus
 from workbench.support.home import locked
 from workbench.support.machine import cores
-from workbench.support.validation import NonNegativeInt, PositiveInt, at_least
+from workbench.support.validation import NonNegativeInt, PositiveInt
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
 
@@ -109,7 +109,6 @@ def open(
     """
     with stoppable(f"opening {name!r}", lambda: _left_of(name)):
         began_s = time.time()
-        at_least("wait_s", wait_s, 0)
         if backend == "ray" and address is None:
             start_ahead()  # while models and prompts are read, which takes about as long
         description = Description.of(

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, tokenwise, within
-from workbench.support.checked_calls import checked_call
 from workbench.support.validation import one_of
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "fixed-length"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
-@checked_call()
 def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | None = None) -> Tensor:
     """This micro-batch's part of the denominator, a float64 scalar: add the parts up over micro-batches and ranks.
 
@@ -51,7 +49,6 @@ def denominator(mask_BT: Tensor, how: Aggregation, max_response_tokens: int | No
     return sequences * max_response_tokens
 
 
-@checked_call()
 def aggregate(x_BT: Tensor, mask_BT: Tensor, how: Aggregation, denominator: Tensor | float) -> Tensor:
     """This micro-batch's share of the minibatch's aggregate, a scalar of at least fp32.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, tokenwise
 from workbench.objectives.kl import MAX_LOG_RATIO
-from workbench.support.checked_calls import checked_call
 from workbench.support.validation import Number, Rule, settings
 
 Level = Literal["token", "sequence", "geometric"]
@@ -102,7 +101,6 @@ class CorrectionWeights(NamedTuple):
     bounded_BT: Tensor
 
 
-@checked_call()
 @torch.no_grad()
 def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
     """log w, [B, T], of each token or of its sequence; 0 outside the mask; clamped to [-20, 20].
@@ -112,7 +110,6 @@ def log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: T
     return _log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@checked_call()
 @torch.no_grad()
 def raw_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
     """w as it is before a correction bounds it, [B, T], float64; 0 outside the mask.
@@ -136,7 +133,6 @@ def _log_weights(old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: 
     return log_BT
 
 
-@checked_call()
 @torch.no_grad()
 def correct(
     old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor, correction: Correction,
@@ -197,7 +193,6 @@ def effective_sample_size(total: float, squares: float, count: float) -> float:
     return total**2 / (count * squares) if squares > 0 else 0.0
 
 
-@checked_call()
 def step_scale(effective: float, reference: float) -> float:
     """VCPO's factor of the learning rate: sqrt(min(1, effective / reference)).
 

@@ -18,7 +18,6 @@ from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape
 from workbench.objectives.kl import ratio_of
 from workbench.objectives.losses import CLIPS
-from workbench.support.checked_calls import checked_call
 from workbench.support.validation import FINITE, NonNegativeFloat, Number, Rule, settings
 
 Share = Annotated[Number, Field(gt=0, le=1), Rule("must be a share of the tokens, in (0, 1]")]
@@ -75,7 +74,6 @@ def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
     return {"clip": low, "clip_high": high if clip_high is None else clip_high}
 
 
-@checked_call()
 def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:
     """(log pi - mean log pi) (A - mean A) of each token, float64 [N]: its part of N times the covariance.
 
@@ -86,7 +84,6 @@ def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:
     return (log_prob_N - log_prob_N.mean()) * (advantages_N - advantages_N.mean())
 
 
-@checked_call()
 def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generator) -> Tensor:
     """Which tokens a loss holds back, bool [N]: the share with the largest covariances, or that share drawn from those
     strictly within the bounds. Raises `BadInput` unless the covariances are [N]."""
@@ -103,7 +100,6 @@ def held_back(loss: CovarianceLoss, covariances_N: Tensor, draws: torch.Generato
     return chosen_N
 
 
-@checked_call()
 def kl_cov_loss(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, held_back_BT: Tensor, coefficient: float = 1.0
 ) -> Tensor:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from workbench.objectives.arguments import full, same_shape, within
-from workbench.support.checked_calls import checked_call
 
 
-@checked_call()
 def divergence(teacher_NK: Tensor, student_NK: Tensor, beta: float = 1.0) -> Tensor:
     """How far the student's distribution over K outcomes is from the teacher's, [N], nats, from log-probabilities.
 
@@ -42,7 +40,6 @@ def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
     return (p_NK.exp() * (p_NK - q_NK)).sum(-1)
 
 
-@checked_call()
 def coarsened(log_probs_NV: Tensor, ids_NK: Tensor) -> Tensor:
     """The distribution over K chosen tokens and, as one more outcome, all others: log-probabilities [N, K + 1].
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import are_moments, full, one_per_row, same_shape, tokenwise, within
 from workbench.objectives.kl import KLKind, kl_estimate
-from workbench.support.checked_calls import checked_call
 
 
-@checked_call()
 @torch.no_grad()
 def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
     """One score a response, float64 [B]: what the other responses to its prompt are held against.
@@ -31,7 +29,6 @@ def response_scores(scores: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(counted(mask_BT), scores.double(), 0.0).sum(-1)
 
 
-@checked_call()
 def counted(mask_BT: Tensor) -> Tensor:
     """Where scores of tokens count towards their response's, [B, T]: inside the mask, or everywhere in a response
     without any token inside. Such a one, whose loss is masked out because it was cut, say, is not trained on; its score
@@ -40,7 +37,6 @@ def counted(mask_BT: Tensor) -> Tensor:
     return inside_BT | ~inside_BT.any(-1, keepdim=True)
 
 
-@checked_call()
 @torch.no_grad()
 def token_rewards(
     scores: Tensor,
@@ -85,7 +81,6 @@ def token_rewards(
     return torch.where(mask_BT, rewards_BT, 0.0)
 
 
-@checked_call()
 @torch.no_grad()
 def gae(
     token_rewards_BT: Tensor,
@@ -130,7 +125,6 @@ def gae(
     return advantages_BT, torch.where(mask_BT, advantages_BT + values_BT, 0.0)
 
 
-@checked_call()
 def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     """Reward to go, G_t = r_t + gamma G_{t+1}, [B, T]; 0 outside the mask, whose tokens take no time (as in `gae`)."""
     # With V = 0 and lambda = 1 the advantage is the return.
@@ -138,7 +132,6 @@ def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) 
     return advantages_BT
 
 
-@checked_call()
 @torch.no_grad()
 def reinforce(
     token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
@@ -164,7 +157,6 @@ def reinforce(
     return torch.where(mask_BT.bool(), returns_BT - full(baseline_B)[:, None], 0.0), returns_BT
 
 
-@checked_call()
 @torch.no_grad()
 def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment, [B], to be added to the score.
@@ -182,7 +174,6 @@ def overlong_penalty(lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
     return ((longest - buffer - full(lengths_B)) / buffer).clamp(-1.0, 0.0)
 
 
-@checked_call()
 @torch.no_grad()
 def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[count, sum, sum of squares] of the valid entries, float64. For `whiten`, add them up over shards and ranks."""
@@ -191,7 +182,6 @@ def moments(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack((valid.new_tensor(valid.numel()), valid.sum(), valid.square().sum()))
 
 
-@checked_call()
 def explained_variance(returns: Tensor, errors: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns), of a critic: 1 foresees all, 0 no more than the mean return, below 0
     less than that. Not a number where all returns are equal. returns, errors (returns - values): as from `moments`.
@@ -204,7 +194,6 @@ def explained_variance(returns: Tensor, errors: Tensor) -> float:
     return 1 - of_errors / of_returns if of_returns > 0 else float("nan")
 
 
-@checked_call()
 @torch.no_grad()
 def whiten(x_BT: Tensor, mask_BT: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps), [B, T]; 0 outside the mask. For advantages; returns are never whitened.

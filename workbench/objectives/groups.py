@@ -11,10 +11,8 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape
-from workbench.support.checked_calls import checked_call
 
 
-@checked_call()
 @torch.no_grad()
 def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Group-relative advantages, one a sample, [N].
@@ -34,7 +32,6 @@ def grpo(scores_N: Tensor, group_N: Tensor, scale_by_std: bool = True, eps: floa
     return centred_N.to(full(scores_N).dtype)
 
 
-@checked_call()
 @torch.no_grad()
 def grpo_batch_std(scores_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO's advantages with the standard deviation of all scores, [N].
@@ -52,7 +49,6 @@ def grpo_batch_std(scores_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tens
     return (centred_N / (deviation + eps)).to(full(scores_N).dtype)
 
 
-@checked_call()
 @torch.no_grad()
 def step_scores(rewards_BT: Tensor, ends_BT: Tensor) -> Tensor:
     """The reward of each step, [S], in the order of rows and of steps in them: the sum over its tokens. What stands
@@ -70,7 +66,6 @@ def step_scores(rewards_BT: Tensor, ends_BT: Tensor) -> Tensor:
     return of_rows_BT[torch.arange(rewards_BT.shape[1], device=ends_BT.device) < steps_B[:, None]]
 
 
-@checked_call()
 @torch.no_grad()
 def process_advantages(normalised_S: Tensor, ends_BT: Tensor) -> Tensor:
     """Process supervision: the sum of the normalised rewards of the steps that end at a token or after it, [B, T].
@@ -90,7 +85,6 @@ def process_advantages(normalised_S: Tensor, ends_BT: Tensor) -> Tensor:
     return at_ends_BT.flip(-1).cumsum(-1).flip(-1)
 
 
-@checked_call()
 @torch.no_grad()
 def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """Leave-one-out advantages, one a sample, [N]: A_i = R_i - mean of the other scores of the group.
@@ -111,7 +105,6 @@ def rloo(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return (centred_N * size_N / (size_N - 1)).to(full(scores_N).dtype)
 
 
-@checked_call()
 @torch.no_grad()
 def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """The mean score of each sample's group, itself included, [N]. Raises `BadInput` as `grpo` does."""
@@ -119,7 +112,6 @@ def group_mean(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return (scores_N.double() - centred_N).to(full(scores_N).dtype)
 
 
-@checked_call()
 @torch.no_grad()
 def group_deviation(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """The standard deviation of each sample's group, [N], of the group as it is (over n, not n - 1); 1 where it is not
@@ -129,7 +121,6 @@ def group_deviation(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return torch.where(deviation_N > 1e-8, deviation_N, 1.0).to(full(scores_N).dtype)
 
 
-@checked_call()
 @torch.no_grad()
 def with_variance(scores_N: Tensor, group_N: Tensor) -> Tensor:
     """True for the samples of groups whose scores are not all equal, [N]: the others carry no gradient.
@@ -141,7 +132,6 @@ def with_variance(scores_N: Tensor, group_N: Tensor) -> Tensor:
     return _group_sum((centred_N != 0).double(), index_N) > 0
 
 
-@checked_call()
 @torch.no_grad()
 def off_policy_baseline(scores_N: Tensor, group_N: Tensor, weight_N: Tensor, norm2_N: Tensor) -> Tensor:
     """The baseline of each sample's group that gives an importance-weighted policy gradient least variance, [N].

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, within
-from workbench.support.checked_calls import checked_call
 
 KLKind = Literal["k1", "k2", "k3"]
 KLLoss = Literal["k1", "k2", "k3", "k3_corrected"]
@@ -22,7 +21,6 @@ KLLoss = Literal["k1", "k2", "k3", "k3_corrected"]
 MAX_LOG_RATIO = 20.0
 
 
-@checked_call()
 def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1") -> Tensor:
     """Per-token estimate of KL(pi || ref), nats, at least fp32, shape [B, T] (any common shape is taken).
 
@@ -53,7 +51,6 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLKind = "k1
     raise BadInput(f"kind={kind!r}", "must be one of 'k1', 'k2', 'k3'")
 
 
-@checked_call()
 def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
     """rho = pi / pi_old, differentiable in `log_prob_BT` only; its logarithm is clamped to [-20, 20].
 
@@ -64,7 +61,6 @@ def ratio_of(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-@checked_call()
 def kl_loss(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: KLLoss = "k3_corrected"
 ) -> Tensor:
@@ -90,7 +86,6 @@ def kl_loss(
     return kl_estimate(log_prob_BT, ref_log_prob_BT, kind)
 
 
-@checked_call()
 def adaptive_kl_step(coefficient: float, kl: float, target: float, responses: int, horizon: int) -> float:
     """The KL coefficient after a batch, moved towards the value at which the KL is `target`.
 

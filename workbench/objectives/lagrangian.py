@@ -12,13 +12,11 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, within
-from workbench.support.checked_calls import checked_call
 
 # Far past what can be told from infinity in fp32, and still a number to divide by.
 MAX_MULTIPLIER = 1e9
 
 
-@checked_call()
 @torch.no_grad()
 def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: float) -> Tensor:
     """Safe-RLHF's advantages for reward and cost in one, [B, T].
@@ -36,7 +34,6 @@ def lagrangian(advantages_BT: Tensor, cost_advantages_BT: Tensor, multiplier: fl
     return (full(advantages_BT) - multiplier * full(cost_advantages_BT)) / (1 + multiplier)
 
 
-@checked_call()
 def dual_step(
     multiplier: float, mean_cost: float, limit: float, learning_rate: float, bounds: tuple[float, float]
 ) -> float:

@@ -10,7 +10,6 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, same_shape, tokenwise, within
 from workbench.objectives.kl import MAX_LOG_RATIO, ratio_of
-from workbench.support.checked_calls import checked_call
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo"]
 # (clip_low, clip_high) of each loss where none is given: those of its paper
@@ -28,7 +27,6 @@ class PolicyStats(NamedTuple):
     clipped_BT: Tensor
 
 
-@checked_call()
 def policy_loss(
     kind: PolicyLoss,
     log_prob_BT: Tensor,
@@ -63,7 +61,6 @@ def policy_loss(
     raise BadInput(f"loss={kind!r}", "must be one of 'ppo', 'gspo', 'cispo', 'sapo'")
 
 
-@checked_call()
 def clips(kind: PolicyLoss, clip_low: float | None = None, clip_high: float | None = None) -> tuple[float, float]:
     """Both bounds: None, None: those of the loss's paper; clip_low alone holds for both sides."""
     low, high = CLIPS.get(kind, CLIPS["ppo"])
@@ -72,7 +69,6 @@ def clips(kind: PolicyLoss, clip_low: float | None = None, clip_high: float | No
     return low, high if clip_high is None else clip_high
 
 
-@checked_call()
 def ppo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -107,7 +103,6 @@ def ppo_loss(
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
 
 
-@checked_call()
 def gspo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -143,7 +138,6 @@ def gspo_loss(
     return -objective_BT, PolicyStats(ratio_BT.detach(), (objective_BT != unclipped_BT).detach())
 
 
-@checked_call()
 def cispo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -168,7 +162,6 @@ def cispo_loss(
     return -weight_BT * advantages_BT * full(log_prob_BT), PolicyStats(ratio_BT, weight_BT != ratio_BT)
 
 
-@checked_call()
 def sapo_loss(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -212,7 +205,6 @@ class ValueStats(NamedTuple):
     clipped_BT: Tensor
 
 
-@checked_call()
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
 ) -> tuple[Tensor, ValueStats]:

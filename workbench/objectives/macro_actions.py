@@ -13,12 +13,10 @@ from torch import Tensor
 
 from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise, within
 from workbench.objectives.estimators import gae
-from workbench.support.checked_calls import checked_call
 
 RANDOM_TOKENS = (1, 2, 3, 5, 10)  # as the authors' code has them
 
 
-@checked_call()
 @torch.no_grad()
 def macro_gae(
     token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, ends_BT: Tensor
@@ -60,7 +58,6 @@ def macro_gae(
     )
 
 
-@checked_call()
 def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
     """The last of every `tokens` tokens of the mask, bool [B, T]: fixed n-grams. Raises `BadInput` on tokens < 1."""
     tokenwise(mask_BT)
@@ -69,7 +66,6 @@ def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
     return mask_BT & (mask_BT.cumsum(-1) % tokens == 0)
 
 
-@checked_call()
 def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
     """n-grams whose lengths are drawn, each of 1, 2, 3, 5 and 10 alike, bool [B, T].
 
@@ -89,7 +85,6 @@ def random_ends(mask_BT: Tensor, seeds: Sequence[int]) -> Tensor:
     return ends_BT
 
 
-@checked_call()
 @torch.no_grad()
 def perplexity_ends(log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """A macro action lasts while perplexity falls: it ends where the next token of the mask is less likely, bool

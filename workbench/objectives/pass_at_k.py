@@ -5,10 +5,8 @@ from __future__ import annotations
 from math import comb
 
 from workbench.errors import BadInput
-from workbench.support.checked_calls import checked_call
 
 
-@checked_call()
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """The unbiased estimate of the probability that at least one of k samples of a prompt passes,
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from workbench.objectives.arguments import full, same_shape, within
-from workbench.support.checked_calls import checked_call
 from workbench.support.intervals import wilson_bounds
 from workbench.support.validation import at_least
 
@@ -23,7 +22,6 @@ MOST_PROBABLE = 1 - 1e-6
 CONFIDENCE_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
-@checked_call()
 def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None = None) -> Tensor:
     """The loss of a reward model on the scores of both answers, [P].
 
@@ -49,7 +47,6 @@ class DPOStats(NamedTuple):
     rejected_rewards_P: Tensor
 
 
-@checked_call()
 def dpo_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
@@ -80,7 +77,6 @@ def dpo_loss(
     return loss_P, DPOStats(chosen_rewards_P.detach(), rejected_rewards_P.detach())
 
 
-@checked_call()
 def ipo_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
@@ -124,7 +120,6 @@ class ORPOStats(NamedTuple):
     sft_loss_P: Tensor
 
 
-@checked_call()
 def orpo_loss(
     chosen_P: Tensor, rejected_P: Tensor, chosen_tokens_P: Tensor, rejected_tokens_P: Tensor, beta: float = 0.1
 ) -> tuple[Tensor, ORPOStats]:
@@ -163,7 +158,6 @@ class KTOStats(NamedTuple):
     rewards_B: Tensor
 
 
-@checked_call()
 def kto_loss(
     log_prob_B: Tensor,
     ref_log_prob_B: Tensor,
@@ -203,7 +197,6 @@ def kto_loss(
     return loss_B, KTOStats(beta * ratio_B.detach())
 
 
-@checked_call()
 def binomial_interval(successes: float, trials: float, deviations: float = CONFIDENCE_95) -> tuple[float, float]:
     """Bounds of a success rate of which `successes` of `trials` were seen; by default they hold it with 95 %.
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise
 from workbench.objectives.estimators import gae
-from workbench.support.checked_calls import checked_call
 
 
-@checked_call()
 @torch.no_grad()
 def turn_gae(
     token_rewards_BT: Tensor,
@@ -55,7 +53,6 @@ def turn_gae(
     )
 
 
-@checked_call()
 @torch.no_grad()
 def turn_reinforce(
     token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor, gamma: float, baseline_B: Tensor | None = None

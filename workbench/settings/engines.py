@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.settings.context import GivenContext
-from workbench.settings.rates import Rates
-from workbench.settings.roles import CRITICS
-from workbench.settings.schedules import check_schedule
+from workbench.settings.training import LIVE as LIVE
+from workbench.settings.training import RATES as RATES
+from workbench.settings.training import TRAINING_ENGINES as TRAINING_ENGINES
+from workbench.settings.training import HeadDType as HeadDType
+from workbench.settings.training import Optimizer as Optimizer
+from workbench.settings.training import Training as Training
+from workbench.settings.training import TrainingEngine as TrainingEngine
 from workbench.support.validation import (
-    FINITE,
     SEQUENCE,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,173 +31,12 @@ from workbench.support.validation import (
     settings,
 )
 
-TrainingEngine = Literal["torch", "deepspeed"]
-Optimizer = Literal["adamw", "muon", "adamw_8bit"]
 GenerationEngine = Literal["transformers", "vllm"]
 SyncStrategy = Literal["hybridflow", "v", "full"]
 DType = Literal["float32", "bfloat16", "float16"]
-HeadDType = Literal["same", "float32"]
 ShareMemory = bool | Literal["always"]
-TRAINING_ENGINES, GENERATION_ENGINES = get_args(TrainingEngine), get_args(GenerationEngine)
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
-
-LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
-SMALLEST_8BIT = 4096  # elements of a tensor whose moments bitsandbytes keeps in 8 bits
-HIGH_RATE = 0.01  # above it a step of AdamW is as large as weights are
-Beta = Annotated[Number, Field(ge=0, lt=1)]
-
-
-Schedule = Annotated[
-    Literal["constant", "linear", "cosine"] | Callable[[int], Any],
-    Rule("must be 'constant', 'linear', 'cosine', or a function of the number of steps", "write schedule='cosine'"),
-]
-
-
-RATES = (
-    "learning_rate", "rates", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "total_steps",
-    "max_grad_norm",
-)  # fmt: skip
-LIVE = (*RATES, "minibatches")
-"""Fields of `Training` that can be assigned while a workbench lives; `RATES`: those that only the optimizer reads."""
-
-
-@settings()
-class Training:
-    """Settings of a trained role.
-
-    engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
-    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
-    optimizer: "adamw", or "muon" (https://kellerjordan.github.io/posts/muon/): matrices but embeddings and heads take
-        orthogonalised steps, scaled as in arXiv:2502.16982 so that AdamW's rate is theirs too; all other weights take
-        AdamW's; or "adamw_8bit", by bitsandbytes (extra `adam8bit`): AdamW whose moments have 8 bits an element and a
-        scale for each block of 256 (https://arxiv.org/abs/2110.02861), 2 bytes a weight in place of 8; tensors of fewer
-        than 4,096 elements keep fp32 moments. Both need engine="torch" and t=1, where each tensor is whole on its rank.
-    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5. Biases and norms are
-        not decayed.
-    rates: a factor of the learning rate for weights whose name, as transformers has it, holds a match of a pattern
-        (`re.search`): `{"embed": 0.1, "lm_head|score": 10.0}`. The first pattern that matches counts; 0 leaves its
-        weights as they are. While a workbench lives the factors can change, and the patterns stay.
-    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; "linear" and "cosine" need
-        total_steps. A function `schedule(step)` gives the factor of the rate when so many steps have been taken: it is
-        checked at once, for `total_steps` steps or 100, and goes to the ranks as functions of a cell do.
-    max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
-    minibatches: optimizer steps that one update takes from one batch (of one epoch).
-    micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
-        row goes alone. None: 2048 on a CPU; on a GPU as many as fit beside what the placement holds there, by a trial
-        pass before the role's first (at most 32,768), and half as many after a step that runs out of memory all the
-        same. `lab.topology()` says how many.
-        Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
-        `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
-        (within rounding where an update skips rows without advantage).
-    head_dtype: "float32" computes the logits in fp32 whatever the model's dtype, from fp32 hidden states and the
-        output head's weights in fp32 (MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.2); "same": in its dtype.
-        The transformers engine generates so too; for vLLM see `Generation`.
-    activation_checkpointing: recompute layer activations in the backward pass.
-    compile: run the layers through torch.compile, which needs a C++ compiler and, the first time on a machine, a minute
-        or more. Results differ within rounding.
-    """
-
-    engine: TrainingEngine = "deepspeed"
-    zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
-    optimizer: Optimizer = "adamw"
-    learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
-    rates: Rates | None = None
-    betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
-        0.9,
-        0.95,
-    )
-    eps: Annotated[PositiveFloat, FINITE] = 1e-8
-    weight_decay: Annotated[NonNegativeFloat, FINITE] = 0.0
-    schedule: Schedule = "constant"
-    warmup_steps: NonNegativeInt = 0
-    total_steps: PositiveInt | None = None
-    max_grad_norm: NonNegativeFloat = 1.0
-    minibatches: PositiveInt = 1
-    micro_batch_tokens: PositiveInt | None = None
-    head_dtype: HeadDType = "same"
-    activation_checkpointing: bool = False
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.compile and self.engine == "deepspeed" and self.zero_stage == 3:
-            raise BadInput(
-                "Training(compile=True, zero_stage=3)",
-                "stage 3 gathers weights in hooks of the modules that are compiled",
-                "use zero_stage=2, or compile=False",
-            )
-        if self.optimizer == "muon" and self.engine != "torch":
-            raise BadInput(
-                f"Training(optimizer='muon', engine={self.engine!r})",
-                "Muon makes the step of a whole matrix orthogonal, and ZeRO gives the optimizer stretches of many",
-                "use engine='torch', or optimizer='adamw'",
-            )
-        if self.optimizer == "adamw_8bit" and self.engine != "torch":
-            raise BadInput(
-                f"Training(optimizer='adamw_8bit', engine={self.engine!r})",
-                "8-bit moments belong to whole tensors, and ZeRO gives the optimizer stretches of many",
-                "use engine='torch', or optimizer='adamw'",
-            )
-        if callable(self.schedule):
-            check_schedule(self.schedule, self.warmup_steps, self.total_steps)
-        elif self.schedule != "constant" and self.total_steps is None:
-            raise BadInput(
-                f"Training.schedule={self.schedule!r} without total_steps",
-                "a schedule that ends needs its length in optimizer steps",
-                "give total_steps=iterations x minibatches x epochs",
-            )
-        if self.total_steps is not None and self.warmup_steps > self.total_steps:
-            raise BadInput(
-                f"Training.warmup_steps={self.warmup_steps} with total_steps={self.total_steps}",
-                "the warm-up is a part of all steps",
-                f"use at most {self.total_steps}",
-            )
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The rate between warm-up and decay."""
-        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
-
-    def doubt(self, role: str) -> str:
-        """What to say of a learning rate that a role is not likely to survive; empty: nothing."""
-        if self.peak_learning_rate <= HIGH_RATE:
-            return ""
-        usual = Training().of_role(role).learning_rate
-        return (
-            f"lab.{role}.training.learning_rate is {self.peak_learning_rate:g}: a step moves a weight by about as much,"
-            f" and weights of language models are near 0.02, so that the model forgets what it knows. Write {usual:g}, "
-            "the default, or for an adapter or a tiny model 1e-4 to 1e-3"
-        )
-
-    def pattern_of(self, name: str) -> str:
-        """The pattern of `rates` that counts for a weight; empty: none."""
-        return next((pattern for pattern in self.rates or () if re.search(pattern, name)), "")
-
-    def is_for_muon(self, name: str, axes: int) -> bool:
-        """Whether Muon makes the steps of a weight with that many axes."""
-        return self.optimizer == "muon" and axes == 2 and not re.search(r"embed|lm_head|wte|wpe|score", name)
-
-    def is_8bit(self, elements: int) -> bool:
-        """Whether a weight of so many elements has moments of 8 bits."""
-        return self.optimizer == "adamw_8bit" and elements >= SMALLEST_8BIT
-
-    def group_of(self, name: str, axes: int) -> tuple[int, bool]:
-        """The parameter group of a weight with that many axes; groups are in this order. Matrices come first: they are
-        decayed, biases and norms are not."""
-        pattern = self.pattern_of(name)
-        return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
-
-    @property
-    def without_rates(self) -> Training:
-        """With the defaults of `RATES`: equal where a stage reads the same columns and cuts them alike."""
-        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in RATES}
-        return Training(**kept)
-
-    def of_role(self, role: str) -> Training:
-        """With the role's default in place of a learning rate that was not given."""
-        if self.learning_rate is not None:
-            return self
-        return replace(self, learning_rate=CRITIC_LEARNING_RATE if role in CRITICS else LEARNING_RATE)
 
 
 @settings()

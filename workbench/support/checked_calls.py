@@ -19,14 +19,11 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from workbench.errors import BadInput
-from workbench.support.named_fields import check_names
+from workbench.support.named_fields import NAMED, SEVERAL, check_call
 from workbench.support.validation import checked, hints_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
-KEYWORD, SEVERAL = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
-NAMED = inspect.Parameter.VAR_KEYWORD
 
 
 def checked_call(called: str = "") -> Callable[[F], F]:
@@ -36,18 +33,19 @@ def checked_call(called: str = "") -> Callable[[F], F]:
     def decorate(function: F) -> F:
         name_of_call, signature = called or function.__name__, inspect.signature(function)
         parameters = signature.parameters
-        hints = functools.cache(functools.partial(_hints, function))
         by_place = [name for name, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
         rest = next((name for name, p in parameters.items() if p.kind is NAMED), "")
+
+        @functools.cache
+        def hints() -> dict[str, Any]:
+            found = hints_of(function)
+            return {name: found[name] for name in parameters if found.get(name, Any) is not Any}
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             # Python 3.11's bind refuses a name of **kwargs that an argument by place has as well
             same = {name: kwargs.pop(name) for name in by_place if rest and name in kwargs}
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise _wrong_call(name_of_call, parameters, args, kwargs, error) from None
+            bound = check_call(name_of_call, signature, args, kwargs)
             given = bound.arguments
             if same:
                 given[rest] = {**given.get(rest, {}), **same}
@@ -83,26 +81,3 @@ def checks_calls(called: str) -> Callable[[C], C]:
         return kind
 
     return decorate
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's parameters that a value can break."""
-    return {name: hint for name, hint in hints_of(function).items() if name != "return" and hint is not Any}
-
-
-def _wrong_call(called: str, parameters: Any, args: Any, kwargs: Any, error: TypeError) -> BadInput:
-    """The error for a call that does not fit the parameters."""
-    first = next(iter(parameters), "")
-    ours, given = list(parameters.values()), len(args)
-    if first in ("self", "cls"):
-        ours, given = ours[1:], given - 1
-    takes = [p for p in ours if p.kind not in (SEVERAL, NAMED)]
-    by_place = [p for p in takes if p.kind is not KEYWORD]
-    check_names(called, ours, kwargs, given)
-    rule = f"it takes {', '.join(p.name for p in takes) or 'no arguments'}"
-    if len(by_place) < given:
-        more = f", {len(by_place)} by position" if len(by_place) < len(takes) else ""
-        decorates = not by_place and given == 1 and inspect.isfunction(args[-1])
-        remedy = f"above a function write @{called}(...), with brackets" if decorates else f"see help({called})"
-        return BadInput(f"{called}(...) with {given} argument{'s' if given > 1 else ''}", rule + more, remedy)
-    return BadInput(f"{called}(...): {error}", rule, f"see help({called})")

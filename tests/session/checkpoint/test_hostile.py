@@ -19,7 +19,7 @@ from workbench.errors import BadInput, NotFound, WriteFailed
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.files import MANIFEST
 from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM
-from workbench.support.signing import SIGNATURE, signed
+from workbench.support.home import SIGNATURE, signed
 from workbench.workers.worker import Worker
 
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.session.checkpoint.manifest import CONTROLLER, FORMAT, LEDGER, RANDOM, check_manifest
 from workbench.support import files, pickles
-from workbench.support.signing import is_signed, signed
+from workbench.support.home import is_signed, signed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,269 @@
+"""Settings of a trained role: engine, optimizer, learning rates and their schedule."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+from pydantic import AfterValidator, Field
+
+from workbench.errors import BadInput
+from workbench.errors.containing import passes
+from workbench.errors.plain_text import said, shown
+from workbench.settings.roles import CRITICS
+from workbench.support.validation import (
+    FINITE,
+    SEQUENCE,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Whole,
+    settings,
+)
+
+TrainingEngine = Literal["torch", "deepspeed"]
+Optimizer = Literal["adamw", "muon", "adamw_8bit"]
+HeadDType = Literal["same", "float32"]
+TRAINING_ENGINES = get_args(TrainingEngine)
+
+LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
+SMALLEST_8BIT = 4096  # elements of a tensor whose moments bitsandbytes keeps in 8 bits
+HIGH_RATE = 0.01  # above it a step of AdamW is as large as weights are
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"] | Callable[[int], Any],
+    Rule("must be 'constant', 'linear', 'cosine', or a function of the number of steps", "write schedule='cosine'"),
+]
+
+
+RATES = (
+    "learning_rate", "rates", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "total_steps",
+    "max_grad_norm",
+)  # fmt: skip
+LIVE = (*RATES, "minibatches")
+"""Fields of `Training` that can be assigned while a workbench lives; `RATES`: those that only the optimizer reads."""
+WHOLE_TENSORS = {  # optimizer -> why it needs each tensor whole on its rank
+    "muon": "Muon makes the step of a whole matrix orthogonal",
+    "adamw_8bit": "8-bit moments belong to whole tensors",
+}
+CHECKED_STEPS = 100  # where `total_steps` does not say how many there are
+MOST_CHECKED_STEPS = 10_000
+
+
+class Factors(dict[str, float]):
+    """`Training.rates`: cannot be changed in place, where nothing would check or record it."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise BadInput(
+            f"a change inside rates={dict(self)}",
+            "factors are assigned whole, so that they are checked and recorded",
+            f"write lab.actor.training.rates = {dict(self)}, with other factors",
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Factors, (dict(self),)
+
+
+def _are_patterns(rates: Mapping[str, float]) -> Mapping[str, float]:
+    for pattern in rates:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise BadInput(
+                f"Training.rates with the pattern {pattern[:60]!r}", f"no regular expression: {error}",
+                f"write {re.escape(pattern[:60])!r} for the text itself",
+            ) from None  # fmt: skip
+    return Factors(rates)
+
+
+Rates = Annotated[
+    Mapping[Annotated[str, Field(min_length=1)], Annotated[NonNegativeFloat, FINITE]],
+    AfterValidator(_are_patterns),
+    Rule("must be factors of the rate, 0 or more, by patterns of names", 'write rates={"embed": 0.1}'),
+]
+
+
+@settings()
+class Training:
+    """Settings of a trained role.
+
+    engine: "deepspeed", which takes layouts (1, t, d), or "torch", which takes all (p, t, d) and needs nothing more.
+    zero_stage: DeepSpeed's ZeRO stage, 0 to 3, with t > 1 to 2; ignored by the torch engine.
+    optimizer: "adamw", or "muon" (https://kellerjordan.github.io/posts/muon/): matrices but embeddings and heads take
+        orthogonalised steps, scaled as in arXiv:2502.16982 so that AdamW's rate is theirs too; all other weights take
+        AdamW's; or "adamw_8bit", by bitsandbytes (extra `adam8bit`): AdamW whose moments have 8 bits an element and a
+        scale for each block of 256 (https://arxiv.org/abs/2110.02861), 2 bytes a weight in place of 8; tensors of fewer
+        than 4,096 elements keep fp32 moments. Both need engine="torch" and t=1, where each tensor is whole on its rank.
+    learning_rate, betas, eps, weight_decay: AdamW's. learning_rate None: 1e-6, for a critic 1e-5. Biases and norms are
+        not decayed.
+    rates: a factor of the learning rate for weights whose name, as transformers has it, holds a match of a pattern
+        (`re.search`): `{"embed": 0.1, "lm_head|score": 10.0}`. The first pattern that matches counts; 0 leaves its
+        weights as they are. While a workbench lives the factors can change, and the patterns stay.
+    warmup_steps, total_steps, schedule: learning-rate schedule in optimizer steps; "linear" and "cosine" need
+        total_steps. A function `schedule(step)` gives the factor of the rate when so many steps have been taken: it is
+        checked at once, for `total_steps` steps or 100, and goes to the ranks as functions of a cell do.
+    max_grad_norm: global norm to which gradients are clipped; 0 turns clipping off.
+    minibatches: optimizer steps that one update takes from one batch (of one epoch).
+    micro_batch_tokens: upper bound of the tokens in one forward pass, prompts and responses together; a single longer
+        row goes alone. None: 2048 on a CPU; on a GPU as many as fit beside what the placement holds there, by a trial
+        pass before the role's first (at most 32,768), and half as many after a step that runs out of memory all the
+        same. `lab.topology()` says how many.
+        Sequences are packed; where a model takes no packs, padding counts too: `lab.topology()` says.
+        `compute_log_prob` and `update_actor` cut the same micro-batches, so that the first ratio is exactly 1
+        (within rounding where an update skips rows without advantage).
+    head_dtype: "float32" computes the logits in fp32 whatever the model's dtype, from fp32 hidden states and the
+        output head's weights in fp32 (MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.2); "same": in its dtype.
+        The transformers engine generates so too; for vLLM see `Generation`.
+    activation_checkpointing: recompute layer activations in the backward pass.
+    compile: run the layers through torch.compile, which needs a C++ compiler and, the first time on a machine, a minute
+        or more. Results differ within rounding.
+    """
+
+    engine: TrainingEngine = "deepspeed"
+    zero_stage: Annotated[Whole, Field(ge=0, le=3), Rule("must be one of 0, 1, 2, 3")] = 1
+    optimizer: Optimizer = "adamw"
+    learning_rate: Annotated[NonNegativeFloat, FINITE] | None = None
+    rates: Rates | None = None
+    betas: Annotated[tuple[Beta, Beta], SEQUENCE, Rule("must be two numbers in [0, 1)", "write (0.9, 0.95)")] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[PositiveFloat, FINITE] = 1e-8
+    weight_decay: Annotated[NonNegativeFloat, FINITE] = 0.0
+    schedule: Schedule = "constant"
+    warmup_steps: NonNegativeInt = 0
+    total_steps: PositiveInt | None = None
+    max_grad_norm: NonNegativeFloat = 1.0
+    minibatches: PositiveInt = 1
+    micro_batch_tokens: PositiveInt | None = None
+    head_dtype: HeadDType = "same"
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile and self.engine == "deepspeed" and self.zero_stage == 3:
+            raise BadInput(
+                "Training(compile=True, zero_stage=3)",
+                "stage 3 gathers weights in hooks of the modules that are compiled",
+                "use zero_stage=2, or compile=False",
+            )
+        if self.optimizer in WHOLE_TENSORS and self.engine != "torch":
+            raise BadInput(
+                f"Training(optimizer={self.optimizer!r}, engine={self.engine!r})",
+                f"{WHOLE_TENSORS[self.optimizer]}, and ZeRO gives the optimizer stretches of many",
+                "use engine='torch', or optimizer='adamw'",
+            )
+        if callable(self.schedule):
+            check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        elif self.schedule != "constant" and self.total_steps is None:
+            raise BadInput(
+                f"Training.schedule={self.schedule!r} without total_steps",
+                "a schedule that ends needs its length in optimizer steps",
+                "give total_steps=iterations x minibatches x epochs",
+            )
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            raise BadInput(
+                f"Training.warmup_steps={self.warmup_steps} with total_steps={self.total_steps}",
+                "the warm-up is a part of all steps",
+                f"use at most {self.total_steps}",
+            )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The rate between warm-up and decay."""
+        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    def doubt(self, role: str) -> str:
+        """What to say of a learning rate that a role is not likely to survive; empty: nothing."""
+        if self.peak_learning_rate <= HIGH_RATE:
+            return ""
+        usual = Training().of_role(role).learning_rate
+        return (
+            f"lab.{role}.training.learning_rate is {self.peak_learning_rate:g}: a step moves a weight by about as much,"
+            f" and weights of language models are near 0.02, so that the model forgets what it knows. Write {usual:g}, "
+            "the default, or for an adapter or a tiny model 1e-4 to 1e-3"
+        )
+
+    def pattern_of(self, name: str) -> str:
+        """The pattern of `rates` that counts for a weight; empty: none."""
+        return next((pattern for pattern in self.rates or () if re.search(pattern, name)), "")
+
+    def is_for_muon(self, name: str, axes: int) -> bool:
+        """Whether Muon makes the steps of a weight with that many axes."""
+        return self.optimizer == "muon" and axes == 2 and not re.search(r"embed|lm_head|wte|wpe|score", name)
+
+    def is_8bit(self, elements: int) -> bool:
+        """Whether a weight of so many elements has moments of 8 bits."""
+        return self.optimizer == "adamw_8bit" and elements >= SMALLEST_8BIT
+
+    def group_of(self, name: str, axes: int) -> tuple[int, bool]:
+        """The parameter group of a weight with that many axes; groups are in this order. Matrices come first: they are
+        decayed, biases and norms are not."""
+        pattern = self.pattern_of(name)
+        return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
+
+    @property
+    def without_rates(self) -> Training:
+        """With the defaults of `RATES`: equal where a stage reads the same columns and cuts them alike."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in RATES}
+        return Training(**kept)
+
+    def of_role(self, role: str) -> Training:
+        """With the role's default in place of a learning rate that was not given."""
+        if self.learning_rate is not None:
+            return self
+        return replace(self, learning_rate=CRITIC_LEARNING_RATE if role in CRITICS else LEARNING_RATE)
+
+
+def factor_of(schedule: Callable[[int], Any], steps: int) -> float:
+    """The factor of the rate that a function gives for the next optimizer step, when `steps` have been taken.
+    `BadInput` where it raises, or gives anything but a finite number of 0 or more."""
+    called = f"Training.schedule: {getattr(schedule, '__name__', 'the function')}({steps})"
+    rule = "a schedule gives a factor of the learning rate for a number of optimizer steps: finite, 0 or more"
+    try:
+        factor = schedule(steps)
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise BadInput(
+            f"{called} raised {type(error).__name__}: {said(error)}", rule, "def schedule(step): return 1.0"
+        ) from error
+    try:
+        wrong = isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not 0 <= float(factor) < math.inf
+    except Exception:  # a whole number that no float holds, or an object of any class
+        wrong = True
+    if wrong:
+        raise BadInput(f"{called} = {shown(factor)}", rule, "return a number, such as max(0.1, 0.99**step)")
+    return float(factor)
+
+
+def check_schedule(schedule: Callable[[int], Any], warmup_steps: int, total_steps: int | None) -> None:
+    """Raise `BadInput` for a function that gives no factor in the first steps (all of `total_steps`, at most 10,000),
+    or another one when it is asked again."""
+    name = getattr(schedule, "__name__", "the function")
+    if warmup_steps:
+        raise BadInput(
+            f"Training.schedule={name} with warmup_steps={warmup_steps}", "a function gives the factors of all steps",
+            f"leave warmup_steps out, and give min(1, (step + 1) / {warmup_steps}) in the function",
+        )  # fmt: skip
+    steps = range(min(total_steps or CHECKED_STEPS, MOST_CHECKED_STEPS))
+    factors = [factor_of(schedule, step) for step in steps]
+    for step, factor in zip(steps, factors, strict=True):
+        if (again := factor_of(schedule, step)) != factor:
+            raise BadInput(
+                f"Training.schedule: {name}({step}) = {factor}, and {again} when it is called again",
+                "every rank asks it, and a resumed run asks it again: it must give the same factor for the same step",
+                "compute the factor from the step alone",
+            )
