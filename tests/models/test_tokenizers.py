@@ -240,7 +240,7 @@ def test_a_text_that_begins_a_sequence_has_one_bos_and_no_end(tmp_path: Path) ->
     """Of tokenizers that put BOS before a text, EOS behind it, both or neither; and where the text begins with BOS."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer: Any = load_tokenizer("tiny-llama")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     special = [(bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
     plain = tokenizer.encode("ab", add_special_tokens=False)

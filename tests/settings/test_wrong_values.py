@@ -14,7 +14,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.batches.columns import Ragged, rows_at
+from workbench.batches.columns import rows_at
 from workbench.errors import BadInput, StageError
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard

@@ -192,14 +192,16 @@ class Description:
         again. A setting that was assigned since counts as not set: see `retrained_as`."""
         found = {}
         for role, model in self.declared.items():
-            default = replace(model, **dict.fromkeys(self.defaults)).filled(role, **self.defaults)
+            unset: dict[str, Any] = dict.fromkeys(self.defaults)
+            default = replace(model, **unset).filled(role, **self.defaults)
             assigned = {name: getattr(default.training, name) for of, name in self.changed if of == role}
             assert model.training is not None
             own = replace(model, training=replace(model.training, **assigned))
-            follows = [name for name in self.defaults if getattr(own, name) == getattr(default, name)]
             if model.trained and not default.trained:  # a reward model is trained where its settings are given
-                follows.remove("training")
-            found[role] = replace(model, **dict.fromkeys(follows))
+                del unset["training"]
+            for name in [name for name in unset if getattr(own, name) != getattr(default, name)]:
+                del unset[name]
+            found[role] = replace(model, **unset)
         return found
 
     def declaring(self, models: Mapping[str, Any]) -> dict[str, Model]:
