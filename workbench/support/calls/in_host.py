@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import queue
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -27,8 +28,9 @@ class InHost:
         self._work: deque[Work] = deque()
         self._told.put(("ready",))
 
-    def add(self, work: Sequence[Work], concurrency: int, name: str) -> None:
-        """Begin calls."""
+    def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
+        """Begin calls, each with values of its own: a function may change them, and be called again."""
+        work = [(*how, [_copied(value) for value in arguments]) for *how, arguments in work]  # type: ignore[misc]
         if self._threads:
             self._calls.add(work, 1 if self.raises else concurrency)
         else:
@@ -63,3 +65,10 @@ class InHost:
                 raise error
             rest = [i, (f"{type(error).__name__}: {said(error)}", error, False)]
         return name, *rest
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # it holds what cannot be copied, such as a lock
+        return value

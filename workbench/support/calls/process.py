@@ -75,7 +75,7 @@ class CallProcess:
             self._popen.kill()
             raise
 
-    def add(self, work: Sequence[Work], concurrency: int, name: str) -> None:
+    def add(self, work: Sequence[Work], concurrency: int | None, name: str) -> None:
         """Send calls of a function of this name. `BadInput`, which names the column, for what cannot be sent."""
         packed = packed_rows([arguments for *_, arguments in work], name)
         self.send("add", [(*how, row) for (*how, _), row in zip(work, packed, strict=True)], concurrency)

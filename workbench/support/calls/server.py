@@ -2,12 +2,13 @@
 
     host -> process                                            process -> host
     load key, function           forget key                    ready, or unloadable `Error`
-    begin key                    end                           begun i                done i, value
+    begin key, surroundings      end                           begun i                done i, value
     add [(i, invoke, finish, arguments)], concurrency          wrong i, what          raised i, `Error`
     ping                         stop                          pong                   stopped, print stream, text
 
-One thread reads these messages and the main thread carries them out; calls run in threads beside them, and coroutines
-in one event loop a session. This module imports little, so that a process starts in a twentieth of a second.
+One thread reads these messages and the main thread carries them out. Calls that are made one at a time run there too,
+between messages: only the main thread may handle signals. Others run in threads, and coroutines in one event loop a
+session. This module imports little, so that a process starts in a twentieth of a second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import functools
 import inspect
 import io
 import os
@@ -36,6 +38,7 @@ from typing import Any
 from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
 from workbench.support.calls.needs import check_needs
+from workbench.support.surroundings import Surroundings
 
 HEAD = struct.Struct("<Q")  # of a message: its length
 PR_SET_CHILD_SUBREAPER = 36
@@ -66,24 +69,66 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join(timeout=1)
 
 
+class _Signals(threading.local):
+    """Whether a call in this thread has asked for a handler of signals, which Python gives the main thread alone."""
+
+    asked = False
+
+
+_signals = _Signals()
+
+
+def _note_handlers() -> None:
+    """Have `_signals` know, also where the function catches the error: it would score without what it was to limit."""
+    set_handler = signal.signal
+    if set_handler.__name__ == "noted":
+        return
+
+    @functools.wraps(set_handler)
+    def noted(*given: Any) -> Any:
+        _signals.asked |= threading.current_thread() is not threading.main_thread()
+        return set_handler(*given)
+
+    noted.__name__ = "noted"
+    signal.signal = noted
+
+
+NO_HANDLER = (
+    "sets a handler of signals, for a time limit by signal.alarm say, which Python allows in the main thread alone: "
+    "concurrency=1 calls it there, in a process of its own; or set the limit in another way"
+)
+COROUTINES = 8  # under way at once, where no number was given
+
+
 class Calls:
     """Calls of one function, made in threads. A call that gives a coroutine goes on in the event loop and holds no
     thread, so that thousands of them can wait.
 
     tell: is given ("begun", i), and then ("done", i, value), ("wrong", i, what) or ("raised", i, exception).
+    in_main: has the main thread call a function soon; calls that are made one at a time are made there. None: in a
+    thread, as others.
     """
 
-    def __init__(self, function: Any, tell: Callable[..., None], loop: asyncio.AbstractEventLoop) -> None:
-        self._function, self._tell, self._loop = function, tell, loop
+    def __init__(
+        self, function: Any, tell: Callable[..., None], loop: asyncio.AbstractEventLoop,
+        in_main: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:  # fmt: skip
+        _note_handlers()
+        self._function, self._tell, self._loop, self._in_main = function, tell, loop, in_main
         self._state: dict[Any, Any] = {}
         self._work: deque[Work] = deque()
         self._open: dict[int, Work] = {}
-        self._concurrency = 1
+        self._concurrency: int | None = None
         self._coroutines: set[Callable[..., Any]] = set()  # what gave coroutines: it returns at once
         self._lock = threading.Lock()
 
-    def add(self, work: Sequence[Work], concurrency: int) -> None:
-        """Make calls, at most `concurrency` at the same time."""
+    @property
+    def _most(self) -> int:
+        """How many calls may be under way."""
+        return self._concurrency or (COROUTINES if self._coroutines else 1)
+
+    def add(self, work: Sequence[Work], concurrency: int | None) -> None:
+        """Make calls, at most `concurrency` at the same time. None: coroutines eight at a time, others one."""
         with self._lock:
             self._work.extend(work)
             self._concurrency = concurrency
@@ -115,7 +160,9 @@ class Calls:
         return given_up
 
     def _begin_next(self) -> None:
-        if (work := self._take()) is not None:
+        if self._in_main is not None and self._most == 1:
+            self._in_main(self._serve_in_main)
+        elif (work := self._take()) is not None:
             try:
                 threading.Thread(target=self._serve, args=(work,), daemon=True, name="user call").start()
             except RuntimeError as error:  # there is no memory for another thread
@@ -124,32 +171,45 @@ class Calls:
     def _take(self) -> Work | None:
         """The next call, where one may begin."""
         with self._lock:
-            if not self._work or len(self._open) >= self._concurrency:
+            if not self._work or len(self._open) >= self._most:
                 return None
             work = self._work.popleft()
             self._open[work[0]] = work
             self._tell("begun", work[0])
             return work
 
+    def _serve_in_main(self) -> None:
+        """Make one call, in the main thread, which then has its messages carried out."""
+        if (work := self._take()) is not None:
+            self._call(work)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the call's own, which it has not put off
+            self._begin_next()
+
     def _serve(self, work: Work | None) -> None:
         """Make calls, in a thread, until none may begin. Another thread begins the next one meanwhile."""
         while work is not None:
-            _, invoke, _, arguments = work
-            if invoke not in self._coroutines:
+            if work[1] not in self._coroutines:
                 self._begin_next()
-            try:
-                value = invoke(self._function, self._state, *arguments)
-            except BaseException as error:
-                self._end(work, error=error)
-            else:
-                if inspect.iscoroutine(value):
-                    self._coroutines.add(invoke)
-                    running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
-                    running.add_done_callback(partial(_close, value))
-                else:
-                    self._coroutines.discard(invoke)
-                    self._end(work, value)
+            self._call(work)
             work = self._take()
+
+    def _call(self, work: Work) -> None:
+        _, invoke, _, arguments = work
+        _signals.asked = False
+        try:
+            value = invoke(self._function, self._state, *arguments)
+            if _signals.asked:
+                raise WrongValue(NO_HANDLER)
+        except BaseException as error:
+            self._end(work, error=WrongValue(NO_HANDLER) if _signals.asked else error)
+        else:
+            if inspect.iscoroutine(value):
+                self._coroutines.add(invoke)
+                running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
+                running.add_done_callback(partial(_close, value))
+            else:
+                self._coroutines.discard(invoke)
+                self._end(work, value)
 
     async def _awaited(self, work: Work, value: Any) -> None:
         try:
@@ -205,7 +265,7 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._received: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
         self._unloadable: dict[str, Error] = {}
         self._calls: Calls
@@ -215,9 +275,12 @@ class Server:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True, name="messages of the host").start()
-        while (packed := self._received.get()) is not None:
-            name, *rest = pickle.loads(packed)
-            getattr(self, f"_{name}")(*rest)
+        while (received := self._received.get()) is not None:
+            if callable(received):
+                received()
+            else:
+                name, *rest = pickle.loads(received)
+                getattr(self, f"_{name}")(*rest)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -232,17 +295,19 @@ class Server:
         self._functions.pop(key, None)
         self._unloadable.pop(key, None)
 
-    def _begin(self, key: str) -> None:
+    def _begin(self, key: str, surroundings: Surroundings) -> None:
+        surroundings.take()
         self._loop = self._session.enter_context(event_loop())
-        self._calls = Calls(self._functions.get(key), self.tell, self._loop)
+        self._calls = Calls(self._functions.get(key), self.tell, self._loop, self._received.put)
         if key in self._unloadable:
             self.tell("unloadable", self._unloadable[key])
         else:
             self.tell("ready")
 
     def _add(
-        self, calls: Sequence[tuple[int, Callable[..., Any], Callable[..., Any], bytes]], concurrency: int
-    ) -> None:
+        self, calls: Sequence[tuple[int, Callable[..., Any], Callable[..., Any], bytes]],
+        concurrency: int | None,
+    ) -> None:  # fmt: skip
         work: list[Work] = []
         for i, invoke, finish, packed in calls:
             try:

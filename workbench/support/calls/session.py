@@ -37,7 +37,7 @@ class Session:
         self._calls: dict[int, Sequence[Any]] = {}  # those that have not ended
         self._new: list[tuple[int, Callable[..., Any], Callable[..., Any]]] = []
         self._open: dict[int, float] = {}  # those under way, and since when
-        self._concurrency = 1
+        self._concurrency: int | None = 1
         self._heard_s = time.monotonic()
         self._asked_s: float | None = None  # when the process was asked whether it answers
         self._answered = self._ready = self._stopped = False
@@ -46,11 +46,12 @@ class Session:
 
     def submit(
         self, invoke: Callable[..., Any], finish: Callable[..., Any], calls: Mapping[int, Sequence[Any]], *,
-        concurrency: int,
+        concurrency: int | None,
     ) -> None:  # fmt: skip
         """Have calls made, under numbers that no open one has, without waiting for them.
 
-        concurrency: calls at the same time, in threads (for functions that wait on a network or a sandbox).
+        concurrency: calls at the same time, in threads (for functions that wait on a network or a sandbox); one at a
+        time, in the main thread of the process. None: `async def` functions eight at a time, others one.
         """
         if not self._calls:
             self._heard_s = time.monotonic()
@@ -210,7 +211,7 @@ class Session:
 
     def each(
         self, invoke: Callable[..., Any], finish: Callable[..., Any], calls: Mapping[int, Sequence[Any]], *,
-        concurrency: int, timeout_s: float, done: Done, failed: Failed, tick: Callable[[], None] = lambda: None,
+        concurrency: int | None, timeout_s: float, done: Done, failed: Failed, tick: Callable[[], None] = lambda: None,
     ) -> tuple[list[int], list[int]]:  # fmt: skip
         """Make calls until each has ended. Where the process is killed: `begun`, and the other calls that are left.
 

@@ -15,6 +15,7 @@ from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.process import CallProcess
 from workbench.support.calls.server import event_loop
 from workbench.support.calls.session import Session
+from workbench.support.surroundings import Surroundings
 
 MOST_FUNCTIONS = 8  # that a process keeps
 
@@ -78,7 +79,7 @@ class UserCalls:
             process, name, f"its process may take {limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
         )
         try:
-            process.send("begin", key)
+            process.send("begin", key, Surroundings.here(OMP_NUM_THREADS=str(_threads())))
             yield session
         except KeyboardInterrupt:  # half a message may be on its way, in either direction
             self._end()
@@ -101,8 +102,7 @@ class UserCalls:
     def _with(self, function: Any) -> tuple[CallProcess, str]:
         """A process that has a function, and its key there."""
         payload, limits = pickled(function), limits_of(function)
-        torch = sys.modules.get("torch")
-        threads = torch.get_num_threads() if torch is not None else 1
+        threads = _threads()
         made_for = limits, threads, self._edits
         if self._process is None or not self._process.alive or made_for != self._made_for:
             self._end()
@@ -116,3 +116,8 @@ class UserCalls:
             self._process.send("load", key, payload)
             self._loaded[key] = None
         return self._process, key
+
+
+def _threads() -> int:
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch is not None else 1
