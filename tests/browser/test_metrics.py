@@ -113,9 +113,10 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
 
     # the samples of an iteration: a click on a point, and a field and a button
     def samples_of(iteration: int) -> None:
-        notebook.wait_for(f"panel.shown == 'samples' and panel.views['samples'].iteration == {iteration}")
+        shown = "panel.views['samples'].shown_batch()"
+        notebook.wait_for(f"panel.shown == 'samples' and lab.store.iteration({shown}) == {iteration}")
         panel.get_by_role("tab", name="Samples").and_(panel.locator('[aria-selected="true"]')).wait_for()
-        panel.locator(f'[data-view="samples"] >> text=/iteration {iteration}/').first.wait_for()
+        panel.locator(f'[data-view="samples"] .wb-picture >> text=/iteration {iteration}/').first.wait_for()
         panel.get_by_role("tab", name="Metrics").click()
         notebook.wait_for("panel.shown == 'metrics'")
 

@@ -128,8 +128,7 @@ def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:
     update_on(shared, stored())
     editor.act("put", {"role": "reward", "value": "critic"})
     editor.act("resize", {"pool": "critic", "value": "2"})
-    assert editor.draft is not None
-    assert editor.draft.devices == 3
+    assert "critic[2]: critic, reward" in editor.text()
     for value, rule in (("8", "this workbench has 4 slots"), ("two", "whole number")):
         with expect_error(BadInput, rule=rule):
             editor.act("resize", {"pool": "critic", "value": value})
