@@ -67,10 +67,14 @@ class Ragged:
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Ragged:
         """Rows by number, in that order; its work is that of the rows taken, not of the whole column."""
-        picked = torch.as_tensor(index, dtype=torch.int64)
-        lengths = self.lengths[picked]
-        starts = torch.cumsum(self.lengths, 0)[picked] - lengths
-        return Ragged(self.values[_places(starts, lengths).to(self.values.device)], lengths)
+        lengths, places = _taken(self.lengths, torch.as_tensor(index, dtype=torch.int64))
+        return Ragged(self.values[places.to(self.values.device)], lengths)
+
+
+def _taken(lengths: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The lengths of some rows, and the places of their values, row after row."""
+    some = lengths[index]
+    return some, _places(torch.cumsum(lengths, 0)[index] - some, some)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -137,8 +141,21 @@ def check_form(name: str, column: object, error: type[WorkbenchError], where: st
 
 def rows_at(table: Mapping[str, ColumnValues], positions: np.ndarray) -> Table:
     """The rows at `positions`, in that order. Rows that lie side by side come as a view, without a copy."""
-    run, index = _run(positions), _index(positions)
-    return {name: _rows_of(column, run, index) for name, column in table.items()}
+    if run := _run(positions):
+        return {name: _slice(column, run) for name, column in table.items()}
+    index, taken = _index(positions), dict[int, tuple[Tensor, Tensor]]()  # by the lengths, which columns may share
+    rows: Table = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            if id(column.lengths) not in taken:
+                taken[id(column.lengths)] = _taken(column.lengths, index)
+            lengths, places = taken[id(column.lengths)]
+            rows[name] = Ragged(column.values[places.to(column.values.device)], lengths)
+        elif isinstance(column, Tensor):
+            rows[name] = column[index.to(column.device)]
+        else:
+            rows[name] = [column[row] for row in index.tolist()]
+    return rows
 
 
 def _run(positions: np.ndarray) -> slice | None:
@@ -152,13 +169,9 @@ def _index(positions: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(positions, dtype=np.int64))  # a copy: torch warns of read-only memory
 
 
-def _rows_of(column: ColumnValues, run: slice | None, index: Tensor) -> ColumnValues:
-    if isinstance(column, list):
-        return column[run] if run else [column[row] for row in index.tolist()]
-    if isinstance(column, Tensor):
-        return column[run] if run else column[index.to(column.device)]
-    if run is None:
-        return column.take(index)
+def _slice(column: ColumnValues, run: slice) -> ColumnValues:
+    if not isinstance(column, Ragged):
+        return column[run]
     start, lengths = int(column.lengths[: run.start].sum()), column.lengths[run]
     return Ragged(column.values[start : start + int(lengths.sum())], lengths)
 
