@@ -74,6 +74,13 @@ def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
     assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
 
 
+def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with expect_error(BadInput, value=r"mine\.jsonl.*2"):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts=file)
+
+
 def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
@@ -134,6 +141,12 @@ def test_stage_arguments(lab: wb.Workbench, batch: wb.Batch, subtests: pytest.Su
     for call, message in STAGE_ARGUMENTS:
         with subtests.test(call=call, message=message), pytest.raises(WorkbenchError, match=message):
             call(lab, batch)
+
+
+def test_rows_that_minibatches_do_not_divide(lab: wb.Workbench, batch: wb.Batch) -> None:
+    five = lab.critic.compute_values(lab.actor.compute_log_prob(lab.reward.compute_reward(batch.take(range(5)))))
+    with expect_error(BadInput, value="5 rows in 2 minibatches"):
+        lab.actor.update_actor(lab.compute_advantages(five))
 
 
 def needy(prompt: str, response: str, ground_truth: str, *, strict: bool = True) -> float:
