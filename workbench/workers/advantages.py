@@ -42,6 +42,7 @@ from workbench.objectives.kl import KLKind
 from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends, random_ends
 from workbench.objectives.turns import turn_gae, turn_reinforce
 from workbench.support.seeds import derive_seed
+from workbench.support.validation import PositiveInt
 from workbench.workers.communicator import Communicator
 from workbench.workers.process_rewards import check_groups, over_steps
 from workbench.workers.sampling_mask import check_correctable
@@ -63,7 +64,7 @@ Estimator = Literal[
     "reinforce_turn",
     "reinforce_turn_baseline",
 ]
-MacroTokens = int | Literal["random", "perplexity", "steps"]
+MacroTokens = PositiveInt | Literal["random", "perplexity", "steps"]
 # the samples of a prompt are each other's baseline: one response a prompt teaches nothing
 GROUPED = (
     "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline",

@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
@@ -32,7 +33,7 @@ from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.placement.room import MOST_TOKENS, TOKENS_STEP
 from workbench.support.machine import own_gpu_bytes
-from workbench.support.validation import at_least
+from workbench.support.validation import Number
 from workbench.telemetry import Recorder
 from workbench.workers.hints import not_finite_in
 from workbench.workers.micro_batches import (
@@ -52,6 +53,9 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 # lengths and fragmentation.
 TRIAL_TOKENS, TRIAL_ROW_TOKENS = (1024, 2048), 512
 MARGIN = 0.1
+
+# of arguments of operations
+ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 
 Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # what the module is given of a micro-batch
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]
@@ -410,12 +414,6 @@ def chosen(column: Ragged, shard: Shard) -> Tensor:
 def mean_of(column: Ragged, shard: Shard) -> Mean:
     values = chosen(column, shard)
     return Mean(total=float(values.double().sum()), count=len(values))
-
-
-def check_temperature(arguments: Mapping[str, Any]) -> None:
-    """Raise `BadInput` unless the argument `temperature` is None or above 0."""
-    if arguments["temperature"] is not None:
-        at_least("temperature", arguments["temperature"], 0, strictly=True)
 
 
 def sampling_temperature(shard: Shard, given: float | None) -> float:

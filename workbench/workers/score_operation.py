@@ -17,9 +17,8 @@ from workbench.errors import BadInput
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.models.spec import Model
-from workbench.objectives.arguments import within
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import Rule, at_least, whole
+from workbench.support.validation import Rule
 from workbench.workers.score_columns import STEP_ENDS
 from workbench.workers.scoring import (
     check_same_components,
@@ -45,10 +44,6 @@ RewardFunctions = Annotated[
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    whole("concurrency", arguments["concurrency"], 1)
-    at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
-    whole("retries", arguments["retries"], 0)
-    within("most_failed", arguments["most_failed"], 0, 1)
     row_numbers(arguments["only"])
     if arguments.get("steps") == "":
         raise BadInput("steps=''", "steps end with a text, or the function says where (True)", "write steps='\\n\\n'")

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
 from workbench.engines.training import Pass
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
@@ -28,19 +28,18 @@ from workbench.models.heads import PackedModule
 from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.covariance import CovarianceLoss, KLCov
 from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import at_least, checked
+from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
     Term,
-    check_temperature,
+    ZeroToOne,
     chosen,
     mean_of,
     old_log_prob_temperature,
@@ -135,14 +134,6 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
-    check_temperature(arguments)
-    if arguments["clip"] is not None:
-        within("clip", arguments["clip"], 0, 1)
-    for name in ("kl_coefficient", "pretrain_coefficient", "sft_coefficient"):
-        at_least(name, arguments[name], 0)
-    for name in ("clip_high", "dual_clip"):
-        if arguments[name] is not None:
-            at_least(name, arguments[name], 0 if name == "clip_high" else 1)
     if callable(loss := arguments["loss"]):
         check_function("loss", loss, A_LOSS, one_of=WITH_GRADIENT)
         for name in ("clip", "clip_high", "dual_clip"):
@@ -158,11 +149,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         raise BadInput(f"{given} with loss={loss!r}", why, "leave it out")
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
         raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
-    correction = arguments["correction"]
-    if correction is not None and not isinstance(correction, Correction):
-        raise BadInput(f"correction={shown(correction)}", "must be a wb.Correction(...), or None")
-    checked("on_policy", arguments["on_policy"], bool)
-    covariance = isinstance(loss, CovarianceLoss)
+    correction, covariance = arguments["correction"], isinstance(loss, CovarianceLoss)
     if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1 or covariance):
         which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
         which = f"loss={loss!r}" if covariance else which
@@ -218,9 +205,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         optional=("rollout_log_prob", "response_mask", "demonstrated", *MASK_COLUMNS, *COUNTING),
         writes=("old_log_prob",),
         minibatched=True,
-        check=check_temperature,
     )
-    def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
+    def compute_log_prob(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature); of rollouts
         with a sampling mask (`keep_mask`) over the tokens that could be drawn, and so is their entropy.
 
@@ -261,9 +247,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         optional=(*MASK_COLUMNS, *COUNTING),
         writes=("gradient_norm",),
         minibatched=True,
-        check=check_temperature,
     )
-    def compute_gradient_norm(self, batch: Shard, *, temperature: float | None = None) -> Output:
+    def compute_gradient_norm(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `gradient_norm` [rows]: |grad log pi(response | prompt)|, the norm over all trained weights of the
         gradient of the response's log-probability, the sum over the tokens of `response_mask`.
 
@@ -313,19 +298,19 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         batch: Shard,
         *,
         loss: PolicyLoss | CovarianceLoss | Callable[..., Any] = "ppo",
-        clip: float | None = None,
-        clip_high: float | None = None,
-        dual_clip: float | None = None,
-        epochs: int = 1,
+        clip: ZeroToOne | None = None,
+        clip_high: NonNegativeFloat | None = None,
+        dual_clip: Annotated[Number, Field(ge=1)] | None = None,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
         entropy_coefficient: float = 0.0,
-        kl_coefficient: float = 0.0,
+        kl_coefficient: NonNegativeFloat = 0.0,
         kl: KLLoss = "k3",
         correction: Correction | None = None,
-        pretrain_coefficient: float = 0.0,
-        sft_coefficient: float = 0.0,
-        temperature: float | None = None,
+        pretrain_coefficient: NonNegativeFloat = 0.0,
+        sft_coefficient: NonNegativeFloat = 0.0,
+        temperature: PositiveFloat | None = None,
         on_policy: bool = False,
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.

@@ -21,7 +21,7 @@ from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import at_least
+from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
 from workbench.workers.passes import Term, mean_of
 from workbench.workers.roles.trained import TrainedWorker, check_update
@@ -35,8 +35,6 @@ A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
-    if arguments["clip"] is not None:
-        at_least("clip", arguments["clip"], 0, strictly=True)
     if (loss := arguments["loss"]) is not None:
         check_function("loss", loss, A_LOSS, one_of=("values",))
         if arguments["clip"] not in (None, CLIP):
@@ -102,10 +100,10 @@ class CriticWorker(TrainedWorker):
         batch: Shard,
         *,
         loss: Callable[..., Any] | None = None,
-        clip: float | None = CLIP,
-        epochs: int = 1,
+        clip: PositiveFloat | None = CLIP,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
         """Regress values on `returns`, one optimizer step a minibatch and epoch.
 
@@ -199,10 +197,10 @@ class CostCriticWorker(CriticWorker):
         batch: Shard,
         *,
         loss: Callable[..., Any] | None = None,
-        clip: float | None = CLIP,
-        epochs: int = 1,
+        clip: PositiveFloat | None = CLIP,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
         """Regress cost values on `cost_returns`, as `update_critic` does values on `returns`."""
         return self._regress(batch, "cost_values", "cost_returns", loss, clip, epochs, aggregation, max_response_tokens)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import CONTEXT_STARTS
@@ -19,7 +21,7 @@ from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
-from workbench.support.validation import whole
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, PositiveInt
 from workbench.workers.advantages import (
     BY_TURN,
     GROUPED,
@@ -31,6 +33,7 @@ from workbench.workers.advantages import (
     Options,
     with_baselines,
 )
+from workbench.workers.passes import ZeroToOne
 from workbench.workers.user_estimator import (
     COST,
     REWARD,
@@ -91,8 +94,6 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _check(arguments: Mapping[str, Any]) -> None:
     if callable(arguments["estimator"]):
         check_estimator(arguments["estimator"])
-    for name in ("gamma", "lam"):
-        within(name, arguments[name], 0, 1)
     if arguments["bootstrap"] and (arguments["estimator"] not in WITH_CRITIC or arguments["macro_tokens"] != 1):
         raise BadInput(
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']!r}",
@@ -104,11 +105,6 @@ def _check(arguments: Mapping[str, Any]) -> None:
             "its baseline is the best one for the weights of the update",
             "give the wb.Correction(...) that update_actor is given",
         )
-    within("kl_coefficient", arguments["kl_coefficient"], 0)
-    if arguments["multiplier"] is not None:
-        within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
-    if not isinstance(arguments["macro_tokens"], str):
-        whole("macro_tokens", arguments["macro_tokens"])
     if arguments["macro_tokens"] != 1 and arguments["estimator"] != "gae":
         raise BadInput(
             f"macro_tokens={arguments['macro_tokens']!r} with estimator={arguments['estimator']!r}",
@@ -141,17 +137,17 @@ class NumericWorker(Worker):
         batch: Shard,
         *,
         estimator: Estimator | Callable[..., Any] = "gae",
-        gamma: float = 1.0,
-        lam: float = 0.95,
+        gamma: ZeroToOne = 1.0,
+        lam: ZeroToOne = 0.95,
         bootstrap: bool = False,
         macro_tokens: MacroTokens = 1,
-        kl_coefficient: float = 0.0,
+        kl_coefficient: NonNegativeFloat = 0.0,
         kl: KLKind = "k1",
-        overlong_buffer: int = 0,
-        max_response_tokens: int | None = None,
+        overlong_buffer: NonNegativeInt = 0,
+        max_response_tokens: PositiveInt | None = None,
         whiten_advantages: bool | None = None,
         correction: Correction | None = None,
-        multiplier: float | None = None,
+        multiplier: Annotated[Number, Field(ge=0, le=MAX_MULTIPLIER)] | None = None,
         count_invalid: bool = False,
     ) -> Output:
         """Advantages and returns from rewards, a number a response token.

@@ -22,15 +22,15 @@ from workbench.messages.shards import Shard
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.settings.precision import PRECISIONS, Precision
+from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import MicroBatch, Scatter
 from workbench.workers.model_worker import ModelWorker, log_probs_of
-from workbench.workers.passes import ANSWER_LOG_PROBS, PassWorker, check_temperature, mean_of, sampling_temperature
+from workbench.workers.passes import ANSWER_LOG_PROBS, PassWorker, mean_of, sampling_temperature
 from workbench.workers.precision import computing_in
 from workbench.workers.roles.distillation import (
     TEACHER_COLUMNS,
     TEACHER_TEMPERATURE,
     TopK,
-    check_teacher,
     check_top_k,
     teacher_columns,
 )
@@ -47,7 +47,6 @@ def _precision_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_precisions(arguments: Mapping[str, Any]) -> None:
-    check_temperature(arguments)
     if not arguments["precisions"]:
         raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
 
@@ -90,10 +89,9 @@ class ReferencePolicy(PassWorker):
         optional=lambda arguments: ("response_mask", *COUNTING, *(MASK_COLUMNS if arguments["sampling_mask"] else ())),
         writes=("ref_log_prob",),
         minibatched=True,
-        check=check_temperature,
     )
     def compute_ref_log_prob(
-        self, batch: Shard, *, temperature: float | None = None, sampling_mask: bool = True
+        self, batch: Shard, *, temperature: PositiveFloat | None = None, sampling_mask: bool = True
     ) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 
@@ -118,7 +116,11 @@ class ReferencePolicy(PassWorker):
         check=_check_precisions,
     )
     def compute_precisions(
-        self, batch: Shard, *, precisions: Mapping[str, Precision] = PRECISIONS, temperature: float | None = None
+        self,
+        batch: Shard,
+        *,
+        precisions: Mapping[str, Precision] = PRECISIONS,
+        temperature: PositiveFloat | None = None,
     ) -> Output:
         """Columns `log_prob_<name>` [rows, response tokens]: log softmax(logits / temperature) at each response token,
         once in each of these precisions, from the weights as they are now. See `lab.mismatch`.
@@ -153,16 +155,15 @@ class ReferencePolicy(PassWorker):
         optional=("response_mask", *COUNTING),
         writes=TEACHER_COLUMNS,
         minibatched=True,
-        check=check_teacher,
         check_model=check_top_k,
     )
     def compute_teacher_log_prob(
         self,
         batch: Shard,
         *,
-        top_k: int = 64,
-        vocabulary: int | None = None,
-        temperature: float | None = None,
+        top_k: PositiveInt = 64,
+        vocabulary: PositiveInt | None = None,
+        temperature: PositiveFloat | None = None,
         prompt: Literal["prompt_ids", "teacher_prompt_ids"] = "prompt_ids",
     ) -> Output:
         """What this model says of each response token, for `update_distill`: of softmax(logits / temperature) the top_k

@@ -27,11 +27,11 @@ from workbench.models.packing import to_device
 from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
-from workbench.support.validation import PositiveFloat, whole
+from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.workers.judge import JudgeEngine
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter, on_host
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.passes import LAST_TOKEN_SCORES
+from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, total_of
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
@@ -48,13 +48,9 @@ def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
         )
 
 
-def _check_epochs(arguments: Mapping[str, Any]) -> None:
-    whole("epochs", arguments["epochs"], 1)
-
-
 _on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True)
 _scores_pairs = partial(_on_pairs, optional=("margin", *COUNTING))
-_learns_pairs = partial(_on_pairs, optional=("margin",), updates=True, check=_check_epochs, check_model=_check_trained)
+_learns_pairs = partial(_on_pairs, optional=("margin",), updates=True, check_model=_check_trained)
 
 
 class RewardWorker(ModelWorker):
@@ -164,7 +160,7 @@ class RewardWorker(ModelWorker):
         return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
 
     @_learns_pairs()
-    def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
+    def update_reward(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
         """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
         epoch; see `workbench.objectives.preference.pairwise_loss`.
 
@@ -208,10 +204,10 @@ class RewardWorker(ModelWorker):
         *,
         function: RewardFunctions | None = None,
         weights: Mapping[str, Weight] | None = None,
-        concurrency: int = 8,
-        call_timeout_s: float = 30.0,
-        retries: int = 0,
-        most_failed: float = 0.2,
+        concurrency: PositiveInt = 8,
+        call_timeout_s: PositiveFloat = 30.0,
+        retries: NonNegativeInt = 0,
+        most_failed: ZeroToOne = 0.2,
         only: Any = None,
         steps: str | bool = False,
     ) -> Output:
@@ -305,10 +301,10 @@ class CostWorker(RewardWorker):
         batch: Shard,
         *,
         function: RewardFunctions | None = None,
-        concurrency: int = 8,
-        call_timeout_s: float = 30.0,
-        retries: int = 0,
-        most_failed: float = 0.2,
+        concurrency: PositiveInt = 8,
+        call_timeout_s: PositiveFloat = 30.0,
+        retries: NonNegativeInt = 0,
+        most_failed: ZeroToOne = 0.2,
         only: Any = None,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
@@ -322,7 +318,7 @@ class CostWorker(RewardWorker):
         return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
 
     @_learns_pairs()
-    def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
+    def update_cost(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
         """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
 
         Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773,

@@ -29,7 +29,7 @@ from workbench.settings.context import GivenContext
 from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, truncation
 from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
-from workbench.support.validation import whole
+from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
@@ -62,8 +62,6 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     settings = {name: value for name, value in arguments.items() if name != "seed"}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
-    if arguments["seed"] is not None:
-        whole("seed", arguments["seed"], 0)
     return Sampling(**settings)
 
 
@@ -204,7 +202,7 @@ class SamplingWorker(Worker):
         call_timeout_s: float = 30.0,
         retries: int = 0,
         most_failed: float = 0.2,
-        seed: int | None = None,
+        seed: NonNegativeInt | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
 

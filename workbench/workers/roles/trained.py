@@ -14,7 +14,7 @@ from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule
 from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
-from workbench.support.validation import PositiveFloat, whole
+from workbench.support.validation import PositiveFloat
 from workbench.workers.gradients import GradientProbe, GradientReport
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.passes import TokenBudget
@@ -22,10 +22,7 @@ from workbench.workers.worker import Context
 
 
 def check_update(arguments: Mapping[str, Any]) -> None:
-    whole("epochs", arguments["epochs"], 1)
-    if arguments["max_response_tokens"] is not None:
-        whole("max_response_tokens", arguments["max_response_tokens"], 1)
-    elif arguments["aggregation"] == "fixed-length":
+    if arguments["aggregation"] == "fixed-length" and arguments["max_response_tokens"] is None:
         raise BadInput("aggregation='fixed-length'", "divides by max_response_tokens", "give max_response_tokens")
 
 
