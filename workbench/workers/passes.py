@@ -1,9 +1,6 @@
 """How a role computes over a shard, micro-batch by micro-batch: `passes` forward, and `steps` of the optimizer.
 
-    column = Scatter(batch.ragged("response_ids"))
-    for micro, (log_probs_N, _) in self.passes(batch, lambda micro: micro.scored(temperature)):
-        column.put(micro, log_probs_N)
-
+    column = self.token_values(batch, lambda micro: micro.scored(temperature))
     output = self.steps(Term(shard=batch, inputs=lambda micro: micro.inputs, loss=loss), epochs=1)
 
 Suffixes as in micro_batches.
@@ -40,6 +37,7 @@ from workbench.workers.micro_batches import (
     DeviceMetrics,
     MicroBatch,
     OnDevice,
+    Scatter,
     each_minibatch,
     minibatch_indices,
     on_host,
@@ -210,6 +208,15 @@ class PassWorker(Worker):
                 return
             except torch.OutOfMemoryError as error:
                 self.budget.halve(error)
+
+    def token_values(
+        self, batch: Shard, inputs: Inputs, *, width: int | None = None, forward: Callable[..., Any] | None = None
+    ) -> Ragged:
+        """A number of each response token, the first that the passes give of it. width: see `Scatter`."""
+        scatter = Scatter(batch.ragged("response_ids"), width)
+        for micro, output in self.passes(batch, inputs, forward=forward):
+            scatter.put(micro, output[0] if isinstance(output, tuple) else output)
+        return scatter.column()
 
     def row_values(self, batch: Shard, reading: RowReading, *, together: int = 1) -> Tensor:
         """The numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""

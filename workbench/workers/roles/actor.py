@@ -34,8 +34,8 @@ from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
-from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.model_worker import check_update
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
     Term,
@@ -45,13 +45,18 @@ from workbench.workers.passes import (
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.policy_tokens import PolicyTokens, rollout_weights
+from workbench.workers.policy_tokens import (
+    HELD_BACK,
+    PolicyTokens,
+    covariance_function,
+    held_back_tokens,
+    rollout_weights,
+)
 from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
-from workbench.workers.roles.trained import check_update
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
 from workbench.workers.token_logits import OF_MODEL, stand_ins
 from workbench.workers.user_loss import (
@@ -71,7 +76,6 @@ OWN_METRICS = (
     "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "sft_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
     "old_log_prob/", "correction/",
 )  # fmt: skip
-OF_TOKENS = ("ratio",)
 A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the loss of each token [rows, tokens]"
 
 
@@ -362,13 +366,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if "old_log_prob" in batch.columns and not on_policy:
             check_same_tokens(batch, sampling_mask)
         function = TokenFunction(
-            argument="loss",
             function=token_function(loss, clip, clip_high, dual_clip),
             columns=batch.columns,
             mask=batch.valid_mask,
             own=OWN_METRICS,
-            of_tokens=OF_TOKENS,
-            remedy="lab.check(loss=, batch=) tries it on a batch before an update",
         )
         if callable(loss):
             function.rehearse(GRADIENTS, of_model=partial(stand_ins, module=cast(PackedModule, self.engine.module)))

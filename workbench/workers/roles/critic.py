@@ -23,8 +23,8 @@ from workbench.objectives.losses import value_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, mean_of
-from workbench.workers.roles.trained import TrainedWorker, check_update
 from workbench.workers.user_loss import Asked, TokenFunction, UserFunction, check_function, check_names, reported
 from workbench.workers.worker import Context
 
@@ -153,7 +153,7 @@ class CriticWorker(TrainedWorker):
 
         used = squared_error if loss is None else loss
         own = ("value_error", f"{values_column}/", f"{returns_column}/")
-        function = TokenFunction(argument="loss", function=used, columns=batch.columns, mask=mask, own=own)
+        function = TokenFunction(function=used, columns=batch.columns, mask=mask, own=own)
         if loss is not None:
             function.rehearse(("values",), {"old_values": old, "returns": returns})
 

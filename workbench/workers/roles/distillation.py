@@ -31,8 +31,8 @@ from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.distillation import coarsened, divergence
 from workbench.support.validation import PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
+from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, ZeroToOne, sampling_temperature
-from workbench.workers.roles.trained import TrainedWorker, check_update
 
 TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
 # The batch's meta key of the temperature of the teacher's log-probabilities.

@@ -25,14 +25,13 @@ from workbench.workers.engine_weights import (
     TrainerWeights,
     compare_weights,
     differing_weights,
+    metrics_of_adapter,
     probe_gap,
     probe_ids,
     trainer_log_probs,
 )
-from workbench.workers.model_worker import log_probs_of
+from workbench.workers.model_worker import TrainedWorker, log_probs_of
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.roles.trained import TrainedWorker
-from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
 from workbench.workers.weight_transition import WeightTransitions
 from workbench.workers.worker import Context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,6 +16,7 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.spec import Model
 from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
@@ -30,27 +31,24 @@ from workbench.workers.advantages import (
     Estimation,
     Estimator,
     MacroTokens,
-    Options,
     with_baselines,
 )
 from workbench.workers.passes import ZeroToOne
 from workbench.workers.user_estimator import (
+    AN_ESTIMATOR,
     COST,
+    GIVEN,
     REWARD,
     Signal,
-    check_estimator,
-    check_estimator_columns,
-    estimator_columns,
-    optional_columns,
 )
-from workbench.workers.user_loss import UserFunction
+from workbench.workers.user_loss import Asked, UserFunction, check_function, check_names
 from workbench.workers.worker import Worker
 
 
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
     """The columns of a signal that an estimator needs."""
     if callable(estimator):
-        return signal.scores, *estimator_columns(estimator, signal)
+        return signal.scores, *signal.columns(Asked.by(estimator).needed)
     critics = dict.fromkeys(WITH_CRITIC, (signal.values,))
     return signal.scores, *{**critics, "remax": (signal.baseline,)}.get(estimator, ())
 
@@ -79,11 +77,13 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
     estimator = arguments["estimator"]
-    of_estimator = optional_columns(estimator, _signals(arguments))
-    own = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}
-    of_estimator = (*of_estimator, *(() if callable(estimator) else own.get(estimator, ())))
+    if callable(estimator):
+        asked = Asked.by(estimator).optional
+        of_estimator = tuple(name for signal in _signals(arguments) for name in signal.columns(asked))
+    else:
+        of_estimator = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}.get(estimator, ())
     contexts = (CONTEXT_STARTS,) if arguments["overlong_buffer"] else ()
-    return tuple(dict.fromkeys((*of_estimator, *status, *contexts, "counted")))
+    return tuple(dict.fromkeys(("old_log_prob", "ref_log_prob", *of_estimator, *status, *contexts, "counted")))
 
 
 def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _check(arguments: Mapping[str, Any]) -> None:
     if callable(arguments["estimator"]):
-        check_estimator(arguments["estimator"])
+        check_function("estimator", arguments["estimator"], AN_ESTIMATOR)
     if arguments["bootstrap"] and (arguments["estimator"] not in WITH_CRITIC or arguments["macro_tokens"] != 1):
         raise BadInput(
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']!r}",
@@ -120,6 +120,11 @@ def _check(arguments: Mapping[str, Any]) -> None:
         within("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
 
 
+def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
+    if callable(arguments["estimator"]):
+        check_names("estimator", arguments["estimator"], GIVEN, names)
+
+
 class NumericWorker(Worker):
     """Runs in the actor's pool."""
 
@@ -130,7 +135,7 @@ class NumericWorker(Worker):
         writes=_written,
         minibatched=True,
         check=_check,
-        check_columns=check_estimator_columns,
+        check_columns=_check_columns,
     )
     def compute_advantages(
         self,
@@ -189,12 +194,12 @@ class NumericWorker(Worker):
         """
         metrics: Metrics = {}
         counting = with_baselines(batch, estimator, count_invalid, self.context.communicator, metrics)
-        options = Options(
-            estimator=estimator, gamma=gamma, lam=lam, bootstrap=bootstrap, macro_tokens=macro_tokens,
+        estimation = Estimation(
+            given=batch, batch=counting, communicator=self.context.communicator, metrics=metrics, estimator=estimator,
+            gamma=gamma, lam=lam, bootstrap=bootstrap, macro_tokens=macro_tokens,
             kl_coefficient=kl_coefficient, kl=kl, overlong_buffer=overlong_buffer,
             max_response_tokens=max_response_tokens, correction=correction,
         )  # fmt: skip
-        estimation = Estimation(options, batch, counting, self.context.communicator, metrics)
         rewards_BT, advantages_BT, returns_BT = estimation.of(REWARD)
         columns = {"token_rewards": rewards_BT, "returns": returns_BT}
         estimation.note_mean("returns", returns_BT, estimation.tokens)

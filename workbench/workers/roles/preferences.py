@@ -19,22 +19,20 @@ from workbench.models.packing import to_device
 from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss
 from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, on_host
+from workbench.workers.model_worker import TrainedWorker
 from workbench.workers.passes import ANSWER_LOG_PROBS, Term
-from workbench.workers.roles.feedback import (
-    FEEDBACK_COLUMNS,
-    REFERENCE_FEEDBACK_COLUMNS,
-    as_answers,
-    minibatch_of,
-)
 from workbench.workers.roles.pairs import (
+    FEEDBACK_COLUMNS,
     PAIR_COLUMNS,
     REFERENCE_COLUMNS,
+    REFERENCE_FEEDBACK_COLUMNS,
     accuracy_bounds,
+    as_answers,
+    minibatch_of,
     pair_metrics,
     pair_term,
     pair_values,
 )
-from workbench.workers.roles.trained import TrainedWorker
 
 PairObjective = Literal["dpo", "ipo", "orpo"]
 Smoothing = Annotated[Number, Field(ge=0, le=0.5)]

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Table
@@ -29,7 +30,7 @@ from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
 from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.workers.judge import JudgeEngine
-from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter, on_host
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
@@ -171,10 +172,8 @@ class RewardWorker(ModelWorker):
 
     def _step_scores(self, batch: Shard, column: str, text: str) -> Output:
         ends_BT = step_ends_of(batch, self.tokenizer, text)
-        scatter = Scatter(batch.ragged("response_ids"))
-        for micro, scores_N in self.passes(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)}):
-            scatter.put(micro, scores_N)
-        scores_BT = ends_BT.like(torch.where(ends_BT.values, scatter.column().values, 0.0))
+        scores = self.token_values(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)})
+        scores_BT = ends_BT.like(torch.where(ends_BT.values, scores.values, 0.0))
         columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
         return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
 
@@ -242,18 +241,19 @@ class RewardWorker(ModelWorker):
         Metrics: `rewards/mean`, of the valid rows, and of each component; `rewards/interval95`, half the width of the
         mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
         """
-        components = self._components(function, weights)
-        return self._score(batch, "rewards", components, concurrency, call_timeout_s, retries, most_failed, only, steps)
+        return self._score(
+            batch, "rewards", self._components(function, weights), steps=steps, concurrency=concurrency,
+            timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
+        )  # fmt: skip
 
     @register(
         THREE_D_PROTO,
         reads=lambda arguments: tuple(f"rewards/{name}" for name in arguments["weights"]),
         optional=("valid", "response_mask", "prompt_uid"),
         writes=("rewards",),
-        check=lambda arguments: _check_weights(arguments["weights"]),
         by_hand=lambda arguments: True,
     )
-    def reweigh(self, batch: Shard, weights: Mapping[str, Weight]) -> Output:
+    def reweigh(self, batch: Shard, weights: Annotated[Mapping[str, Weight], Field(min_length=1)]) -> Output:
         """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
 
         weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
@@ -271,9 +271,8 @@ class RewardWorker(ModelWorker):
         return {name: (one, (weights or {}).get(name, own)) for name, (one, own) in components_of(function).items()}
 
     def _score(
-        self, batch: Shard, column: str, components: Components | None, concurrency: int, call_timeout_s: float,
-        retries: int, most_failed: float, only: Any, steps: str | bool = False,
-    ) -> Output:  # fmt: skip
+        self, batch: Shard, column: str, components: Components | None, steps: str | bool = False, **asking: Any
+    ) -> Output:
         if components is None and isinstance(steps, str):
             return self._step_scores(batch, column, steps)
         if components is None:
@@ -281,9 +280,7 @@ class RewardWorker(ModelWorker):
             return Output(columns={column: scores}, **reported(column, scores, batch.valid, batch))
         return Scoring(
             batch=batch, context=self.context, tokenizer=self.tokenizer, column=column,
-            stage="compute_reward" if column == "rewards" else "compute_cost", components=components,
-            concurrency=concurrency, timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
-            steps=steps, judge=self._judge,
+            components=components, steps=steps, judge=self._judge, **asking,
         ).output()  # fmt: skip
 
 
@@ -308,8 +305,10 @@ class CostWorker(RewardWorker):
         only: Any = None,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
-        components = self._components(function)
-        return self._score(batch, "costs", components, concurrency, call_timeout_s, retries, most_failed, only)
+        return self._score(
+            batch, "costs", self._components(function), concurrency=concurrency, timeout_s=call_timeout_s,
+            retries=retries, most_failed=most_failed, only=only,
+        )  # fmt: skip
 
     @_scores_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
@@ -325,11 +324,6 @@ class CostWorker(RewardWorker):
         equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
         """
         return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
-
-
-def _check_weights(weights: Mapping[str, float]) -> None:
-    if not weights:
-        raise BadInput("weights={}", "a weight for each component that counts", 'write weights={"right": 1.0}')
 
 
 def _own_positions(micro: MicroBatch) -> Tensor:

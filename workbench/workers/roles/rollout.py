@@ -18,9 +18,14 @@ from workbench.resharding.checksums import Arrival
 from workbench.resharding.plan import Reshard
 from workbench.settings.engines import SyncStrategy
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
+from workbench.workers.engine_weights import (
+    EngineWeights,
+    TrainerWeights,
+    compare_weights,
+    metrics_of_adapter,
+    probe_gap,
+)
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent

@@ -36,7 +36,7 @@ from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import AgentRow, Serving, serve
 from workbench.workers.compaction import Compaction
 from workbench.workers.conversation import Conversation, converse
-from workbench.workers.engine_weights import TrainerWeights
+from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.rollout_columns import (
@@ -49,7 +49,6 @@ from workbench.workers.rollout_columns import (
     single_turn,
 )
 from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
-from workbench.workers.sync_check import SyncMetrics, require_small
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -233,33 +232,7 @@ class SamplingWorker(Worker):
         `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
         the rows fail, the stage raises `RolloutError`, whose `.batch` has the others.
         """
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            keep_mask=keep_mask,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            stop=tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
-            ignore_eos=ignore_eos,
-            environment=environment,
-            agent=agent,
-            context=context,
-            max_turns=max_turns,
-            max_calls=max_calls,
-            max_seconds=max_seconds,
-            most_open=most_open,
-            concurrency=concurrency,
-            call_timeout_s=call_timeout_s,
-            retries=retries,
-            most_failed=most_failed,
-        )
+        sampling = _sampling({name: given for name, given in locals().items() if name not in ("self", "batch")})
         self.before_rollouts()
         self.kept.only_of(self._drawn_with)
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)

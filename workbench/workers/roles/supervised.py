@@ -19,9 +19,9 @@ from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
 from workbench.support.validation import PositiveInt
-from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
+from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term
-from workbench.workers.roles.trained import TrainedWorker, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,10 +119,7 @@ class SupervisedWorker(TrainedWorker):
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
-        scatter = Scatter(texts.ragged("response_ids"))
-        for micro, (log_probs_N, _) in self.passes(texts, lambda micro: micro.scored(1.0)):
-            scatter.put(micro, log_probs_N)
-        log_probs = scatter.column()
+        log_probs = self.token_values(texts, lambda micro: micro.scored(1.0))
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(
