@@ -91,22 +91,11 @@ def token_function(
     if isinstance(loss, CovarianceLoss):
         return covariance_function(loss, clip, clip_high)
 
-    return partial(_named_loss, loss=loss, clip=clip, clip_high=clip_high, dual_clip=dual_clip)
+    def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
+        return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
 
-
-def _named_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    loss: PolicyLoss,
-    clip: float | None,
-    clip_high: float | None,
-    dual_clip: float | None,
-) -> Any:
-    loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
-    return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
+    return named
 
 
 def _asked(arguments: Mapping[str, Any]) -> Asked:

@@ -60,6 +60,7 @@ class RewardWorker(ModelWorker):
     The model has an optimizer where `Model(..., training=...)` was given for this role. A judge generates.
     """
 
+    column, sign = "rewards", 1  # what its scores are called, and -1 where lower is better
     _judge: JudgeEngine | None = None
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -158,7 +159,13 @@ class RewardWorker(ModelWorker):
         Metrics, in `lab.last_metrics["compute_pair_rewards"]`: what `update_reward` says, without an update, and
         `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval. They are of the rows that are `valid`.
         """
-        return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
+        chosen, rejected = pair_values(self, batch, LAST_TOKEN_SCORES)
+        margin, valid_B, names, sign = _margin(batch), batch.valid, self._of_pairs, self.sign
+        chosen_B, rejected_B = chosen[valid_B], rejected[valid_B]
+        loss = pairwise_loss(sign * chosen_B, sign * rejected_B, None if margin is None else margin[valid_B])
+        (metrics,) = on_host([pair_metrics(loss, chosen_B, rejected_B, names=names, sign=sign)])
+        metrics |= accuracy_bounds(sign * chosen_B, sign * rejected_B, self.context.groups.data)
+        return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
 
     @_learns_pairs()
     def update_reward(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
@@ -168,26 +175,7 @@ class RewardWorker(ModelWorker):
         Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
         Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.
         """
-        return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
-
-    def _step_scores(self, batch: Shard, column: str, text: str) -> Output:
-        ends_BT = step_ends_of(batch, self.tokenizer, text)
-        scores = self.token_values(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)})
-        scores_BT = ends_BT.like(torch.where(ends_BT.values, scores.values, 0.0))
-        columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
-        return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
-
-    def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
-        chosen, rejected = pair_values(self, batch, LAST_TOKEN_SCORES)
-        margin, valid_B = _margin(batch), batch.valid
-        chosen_B, rejected_B = chosen[valid_B], rejected[valid_B]
-        loss = pairwise_loss(sign * chosen_B, sign * rejected_B, None if margin is None else margin[valid_B])
-        (metrics,) = on_host([pair_metrics(loss, chosen_B, rejected_B, names=names, sign=sign)])
-        metrics |= accuracy_bounds(sign * chosen_B, sign * rejected_B, self.context.groups.data)
-        return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
-
-    def _learn_pairs(self, batch: Shard, names: tuple[str, str], sign: int, epochs: int) -> Output:
-        margin = _margin(batch)
+        margin, names, sign = _margin(batch), self._of_pairs, self.sign
 
         def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
             margin_P = None if margin is None else to_device(margin[pairs], chosen_P.device)
@@ -195,6 +183,10 @@ class RewardWorker(ModelWorker):
             return loss_P, pair_metrics(loss_P, chosen_P, rejected_P, names=names, sign=sign)
 
         return self.steps(pair_term(batch, LAST_TOKEN_SCORES, loss), epochs=epochs)
+
+    @property
+    def _of_pairs(self) -> tuple[str, str]:
+        return f"chosen_{self.column}", f"rejected_{self.column}"
 
     @scoring_stage("rewards")
     def compute_reward(
@@ -242,7 +234,7 @@ class RewardWorker(ModelWorker):
         mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
         """
         return self._score(
-            batch, "rewards", self._components(function, weights), steps=steps, concurrency=concurrency,
+            batch, self._components(function, weights), steps=steps, concurrency=concurrency,
             timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
         )  # fmt: skip
 
@@ -271,22 +263,28 @@ class RewardWorker(ModelWorker):
         return {name: (one, (weights or {}).get(name, own)) for name, (one, own) in components_of(function).items()}
 
     def _score(
-        self, batch: Shard, column: str, components: Components | None, steps: str | bool = False, **asking: Any
+        self, batch: Shard, components: Components | None, *, steps: str | bool = False, **asking: Any
     ) -> Output:
-        if components is None and isinstance(steps, str):
-            return self._step_scores(batch, column, steps)
-        if components is None:
+        column = self.column
+        if components is not None:
+            return Scoring(
+                batch=batch, context=self.context, tokenizer=self.tokenizer, column=column, components=components,
+                steps=steps, judge=self._judge, **asking,
+            ).output()  # fmt: skip
+        if not isinstance(steps, str):
             scores = self.row_values(batch, LAST_TOKEN_SCORES)
             return Output(columns={column: scores}, **reported(column, scores, batch.valid, batch))
-        return Scoring(
-            batch=batch, context=self.context, tokenizer=self.tokenizer, column=column,
-            components=components, steps=steps, judge=self._judge, **asking,
-        ).output()  # fmt: skip
+        ends_BT = step_ends_of(batch, self.tokenizer, steps)
+        read = self.token_values(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)})
+        scores_BT = ends_BT.like(torch.where(ends_BT.values, read.values, 0.0))
+        columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
+        return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
 
 
 class CostWorker(RewardWorker):
     """The cost model of Safe-RLHF: a reward worker that writes `costs`."""
 
+    column, sign = "costs", -1
     compute_reward = None  # type: ignore[assignment]
     reweigh = None  # type: ignore[assignment]
     compute_pair_rewards = None  # type: ignore[assignment]
@@ -306,7 +304,7 @@ class CostWorker(RewardWorker):
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
         return self._score(
-            batch, "costs", self._components(function), concurrency=concurrency, timeout_s=call_timeout_s,
+            batch, self._components(function), concurrency=concurrency, timeout_s=call_timeout_s,
             retries=retries, most_failed=most_failed, only=only,
         )  # fmt: skip
 
@@ -314,7 +312,7 @@ class CostWorker(RewardWorker):
     def compute_pair_costs(self, batch: Shard) -> Output:
         """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
         answer has the lower cost."""
-        return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
+        return RewardWorker.compute_pair_rewards(self, batch)
 
     @_learns_pairs()
     def update_cost(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
@@ -323,7 +321,7 @@ class CostWorker(RewardWorker):
         Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773,
         equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
         """
-        return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
+        return RewardWorker.update_reward(self, batch, epochs=epochs)
 
 
 def _own_positions(micro: MicroBatch) -> Tensor:
