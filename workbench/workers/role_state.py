@@ -50,6 +50,15 @@ KINDS: dict[str, tuple[StateKind, ...]] = {
 }  # fmt: skip
 """What an engine calls the tensors of a `Part`."""
 
+
+def kinds_of(parts: Sequence[Part], *, moments: bool) -> Iterator[tuple[Part, StateKind]]:
+    """The parts of a state and what an engine calls their tensors, in order. moments: whether the role has moments."""
+    for part in parts:
+        for kind in KINDS[part.what]:
+            if moments or kind not in MOMENTS:
+                yield part, kind
+
+
 LayoutOnHosts = tuple[Layout, tuple[int, ...]]
 
 
@@ -70,18 +79,15 @@ class RoleMove:
     @property
     def published(self) -> list[str]:
         """All keys under which its ranks publish."""
-        return [self._key(kind) for part in self.parts for kind in KINDS[part.what]]
+        return [self._key(kind) for _, kind in kinds_of(self.parts, moments=True)]
 
     def _key(self, kind: StateKind) -> str:
         return f"{self.key}-{self.role}-{kind}"
 
     def of_kinds(self, *, moments: bool) -> Iterator[tuple[Part, StateKind, Published]]:
         """What is published, in order. moments: whether the role has moments."""
-        for part in self.parts:
-            for kind in KINDS[part.what]:
-                if moments or kind not in MOMENTS:
-                    layout = self.source[0]
-                    yield part, kind, Published(key=self._key(kind), hosts=self.hosts, layout=layout, kind="move")
+        for part, kind in kinds_of(self.parts, moments=moments):
+            yield part, kind, Published(key=self._key(kind), hosts=self.hosts, layout=self.source[0], kind="move")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +227,8 @@ class RoleFiles:
         return kind(self.distribution(saved), part.distribution(layout, readers))
 
     def expected(self, *, moments: bool) -> list[Path]:
-        kinds = [kind for part in self.parts for kind in KINDS[part.what] if moments or kind not in MOMENTS]
-        found = [self.file(kind, rank) for kind in kinds for rank in self.ranks]
+        kinds = kinds_of(self.parts, moments=moments)
+        found = [self.file(kind, rank) for _, kind in kinds for rank in self.ranks]
         return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]
 
     def file(self, what: str, rank: int) -> Path:
@@ -241,22 +247,17 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
             own_files.write_bytes(files.file("state", rank), pickled.getvalue(), flush=True)
     elif engine is not None:
         engine.load()
-        for part in files.parts:
-            mine = files.distribution(part)
-            by_name = {weight.name: weight for weight in part.weights}
-            for kind in KINDS[part.what]:
-                if kind in MOMENTS and not engine.has_moments:
-                    continue
-                tensors = {}
-                live = part.distribution(files.layout, files.ranks)
-                for name, (tensor, held) in held_slices(engine, files.role, live, rank, kind):
-                    kept = mine.shard(by_name[name], rank)
-                    if kept is not None and kept.boxes:
-                        tensors[name] = _cut(tensor, held, kept)
-                path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
-                with own_files.disk_errors(path, needed):
-                    save_file(tensors, path)
-                    own_files.to_disk(path)  # before the checkpoint is renamed to its place
+        for part, kind in kinds_of(files.parts, moments=engine.has_moments):
+            mine, live = files.distribution(part), part.distribution(files.layout, files.ranks)
+            by_name, tensors = {weight.name: weight for weight in part.weights}, {}
+            for name, (tensor, held) in held_slices(engine, files.role, live, rank, kind):
+                kept = mine.shard(by_name[name], rank)
+                if kept is not None and kept.boxes:
+                    tensors[name] = _cut(tensor, held, kept)
+            path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
+            with own_files.disk_errors(path, needed):
+                save_file(tensors, path)
+                own_files.to_disk(path)  # before the checkpoint is renamed to its place
     return rank_state(worker, moving=bool(files.parts) or files.role == ROLLOUT)
 
 
@@ -276,17 +277,12 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
     if engine is not None:
         engine.load()
         engine.begin_state(state.moments)
-        for part in parts:
-            saved = files.part(part.what)
-            if saved is None:
-                continue
-            plan = files.plan(saved, part, worker.layout)
-            for kind in KINDS[part.what]:
-                if state.moments or kind not in MOMENTS:
-                    source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
-                    take_kind(
-                        engine, files.role, plan, rank, _Files(files, files.distribution(saved), kind), source, kind
-                    )
+        written = {part.what: part for part in files.parts}
+        for part, kind in kinds_of([part for part in parts if part.what in written], moments=state.moments):
+            saved = written[part.what]
+            source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
+            slices = _Files(files, files.distribution(saved), kind)
+            take_kind(engine, files.role, files.plan(saved, part, worker.layout), rank, slices, source, kind)
         engine.end_state(state.steps)
         engine.restore_loss_scale(state.loss_scale)
     worker.load_extra_state(state.extra)

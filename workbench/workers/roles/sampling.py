@@ -257,7 +257,8 @@ class SamplingWorker(Worker):
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
-            if self._counts_rows():
+            # where the ranks of a tensor group have the same rows, those of its first rank count
+            if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         metrics, failed = rollout_metrics(columns), None
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
@@ -294,9 +295,11 @@ class SamplingWorker(Worker):
         own = slice(mine.start + here.start, mine.start + here.stop)
         rows = self._text_rows(batch, here, seeds[own])
         given, room = self._of_calls(batch, here), self.spec.generation.max_model_tokens
+        pool: Pool | None = batch.meta.get("environments")
+        processes = 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
         environments = EnvironmentPool([
             Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **{**given, "calls": calls})
-            for calls in self.context.calls.processes(self._environment_processes(batch))
+            for calls in self.context.calls.processes(processes)
         ])  # fmt: skip
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
         key = key_of(sampling, rows, self._drawn_with)
@@ -315,11 +318,6 @@ class SamplingWorker(Worker):
                 **self._together(),
             )
         return conversations
-
-    def _environment_processes(self, batch: Shard) -> int:
-        """How many processes this rank's environments have."""
-        pool: Pool | None = batch.meta.get("environments")
-        return 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
 
     def _serve(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
@@ -417,10 +415,6 @@ class SamplingWorker(Worker):
     def _tensor_ranks(self) -> int:
         assert self.spec.generation is not None
         return self.spec.generation.tensor_parallel_size
-
-    def _counts_rows(self) -> bool:
-        """Whether this rank's responses count: where a tensor group has the same rows, those of its first rank do."""
-        return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
     def require_small(
         self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None
