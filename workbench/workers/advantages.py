@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -98,14 +98,6 @@ def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
     return fixed_ends(mask_BT, tokens)
 
 
-class Estimate(NamedTuple):
-    """Of one signal, each [B, T]; token rewards are those after penalties."""
-
-    token_rewards_BT: Tensor
-    advantages_BT: Tensor
-    returns_BT: Tensor
-
-
 def with_baselines(
     batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, communicator: Communicator, metrics: Metrics
 ) -> Shard:
@@ -157,8 +149,8 @@ class Estimation:
         self.mask_BT, self.valid_B = self.batch.valid_mask.pad().bool(), self.batch.valid
         self.rows, self.tokens = int(self.valid_B.sum()), float(self.mask_BT.sum())
 
-    def of(self, signal: Signal) -> Estimate:
-        """Token rewards, advantages and returns."""
+    def of(self, signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
+        """Token rewards after penalties, advantages and returns of one signal, each [B, T]."""
         estimator = self.estimator
         scores = self._scores(signal.scores, self.mask_BT)
         scores_B = response_scores(scores, self.mask_BT)
@@ -179,7 +171,7 @@ class Estimation:
             both = self._of_steps(scores.ndim == 1, rewards_BT)
         else:
             both = self._of_responses(scores_B, penalty_B, signal)
-        return Estimate(rewards_BT, *both)
+        return rewards_BT, *both
 
     def note_mean(self, name: str, total: Tensor, count: float) -> None:
         """Metric `name/mean`: of rows those that are valid, of tokens all."""

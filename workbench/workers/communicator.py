@@ -30,9 +30,10 @@ class Communicator:
     """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
     nothing is sent. Ranks are numbered within the group.
 
-    group: None for the whole pool. inner: of ranks that compute each layer together: their many small collectives are
-    counted in `moved_bytes`, without spans of their own. hosts: the ranks' names in the record of transfers; without
-    them they are named by pool and rank. sent_bytes: bytes that `exchange` has sent, by destination.
+    group, process_group: torch's; None for the whole pool, and for a single rank. inner: of ranks that compute each
+    layer together: their many small collectives are counted in `moved_bytes`, without spans of their own. hosts: the
+    ranks' names in the record of transfers; without them they are named by pool and rank. sent_bytes: bytes that
+    `exchange` has sent, by destination.
     """
 
     def __init__(
@@ -47,12 +48,8 @@ class Communicator:
         self.rank, self.world_size = rank, world_size
         self.moved_bytes = 0
         self.sent_bytes: Counter[int] = Counter()
-        self._recorder, self._group, self._inner, self._hosts = recorder, group, inner, tuple(hosts)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """torch's group of these ranks; None for the whole pool, and for a single rank."""
-        return self._group
+        self.process_group = group
+        self._recorder, self._inner, self._hosts = recorder, inner, tuple(hosts)
 
     @contextmanager
     def _counted(self, nbytes: int = 0) -> Iterator[None]:
@@ -65,8 +62,8 @@ class Communicator:
 
     def end_group(self) -> None:
         """Destroy a group that was made for some ranks of a pool."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        if self.process_group is not None:
+            dist.destroy_process_group(self.process_group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -79,7 +76,7 @@ class Communicator:
     def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
         if self.world_size > 1:
             with self._counted(tensor.nbytes):
-                dist.all_reduce(tensor, op=how, group=self._group)
+                dist.all_reduce(tensor, op=how, group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -93,7 +90,7 @@ class Communicator:
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         with self._counted(padded.nbytes):
-            dist.all_gather(gathered, padded, group=self._group)
+            dist.all_gather(gathered, padded, group=self.process_group)
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -129,13 +126,13 @@ class Communicator:
         """The tensor of rank `source`, in place."""
         if self.world_size > 1:
             with self._counted(tensor.nbytes if self.rank == source else 0):
-                dist.broadcast(tensor, group=self._group, group_src=source)
+                dist.broadcast(tensor, group=self.process_group, group_src=source)
         return tensor
 
     def barrier(self) -> None:
         if self.world_size > 1:
             with self._counted():
-                dist.barrier(group=self._group)
+                dist.barrier(group=self.process_group)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -164,8 +161,12 @@ class Communicator:
         """
         if not sends and not receives:
             return
-        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives]
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.process_group, group_peer=rank) for rank, tensor in sends
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=self.process_group, group_peer=rank) for rank, tensor in receives
+        ]
         with self._counted(sum(tensor.nbytes for _, tensor in sends)):
             start_s = self._recorder.now_s()
             works = dist.batch_isend_irecv(operations)

@@ -389,9 +389,6 @@ class TokenBudget:
 
         return Pass(inputs=inputs, loss=nothing)
 
-    def __repr__(self) -> str:
-        return f"<TokenBudget: {self.known or 'as many as fit'}>"
-
 
 def _measured_on_gpu(recorder: Recorder) -> Measure:
     """By torch's allocator; peaks of the recorder's spans stay correct."""

@@ -82,8 +82,8 @@ def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns:
             )  # fmt: skip
 
 
-def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*OF_ROW, "response_mask", "prompt_uid", *(STATUS if arguments["function"] is not None else ("valid",)))
+def _status(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return STATUS if arguments["function"] is not None else ()
 
 
 def scoring_stage(column: str) -> Callable[[F], F]:
@@ -94,7 +94,7 @@ def scoring_stage(column: str) -> Callable[[F], F]:
         return (column, *component_columns(column, arguments["function"]), *more)
 
     def writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*own(arguments), *STATUS) if arguments["function"] is not None else own(arguments)
+        return (*own(arguments), *_status(arguments))
 
     def reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         return TOKENS if arguments["only"] is None else (*TOKENS, *own(arguments))
@@ -102,7 +102,8 @@ def scoring_stage(column: str) -> Callable[[F], F]:
     def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         # ends of steps that an earlier call wrote, which do not hold for the new rewards
         stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
-        return (*_optional(arguments), *([STEP_ENDS] if stale else []))
+        given = (*OF_ROW, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
+        return (*given, STEP_ENDS) if stale else given
 
     return register(
         THREE_D_PROTO, reads=reads, optional=optional, writes=writes, minibatched=True, check=_check,

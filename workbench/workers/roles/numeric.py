@@ -204,10 +204,9 @@ class NumericWorker(Worker):
         columns = {"token_rewards": rewards_BT, "returns": returns_BT}
         estimation.note_mean("returns", returns_BT, estimation.tokens)
         if multiplier is not None:
-            costs = estimation.of(COST)
-            columns["cost_returns"] = costs.returns_BT
-            estimation.note_mean("cost_returns", costs.returns_BT, estimation.tokens)
-            advantages_BT = lagrangian(advantages_BT, costs.advantages_BT, multiplier)
+            _, of_costs_BT, columns["cost_returns"] = estimation.of(COST)
+            estimation.note_mean("cost_returns", columns["cost_returns"], estimation.tokens)
+            advantages_BT = lagrangian(advantages_BT, of_costs_BT, multiplier)
             metrics["multiplier"] = Mean(total=multiplier, count=1)
         if whiten_advantages or (whiten_advantages is None and estimator in WHITENED):
             total = self.context.communicator.all_reduce(moments(advantages_BT, estimation.mask_BT))
