@@ -29,8 +29,7 @@ from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.engines import Training
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
-from workbench.workers.process_groups import parallel_groups
+from workbench.workers.communicator import Communicator, parallel_groups
 
 if TYPE_CHECKING:
     import pandas as pd

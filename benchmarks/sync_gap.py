@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 import workbench as wb
-from workbench.workers.engine_weights import TrainerWeights, differing_weights, probe_gap, trainer_log_probs
-from workbench.workers.sync_check import sync_tolerance
+from workbench.workers.engine_weights import (
+    TrainerWeights,
+    differing_weights,
+    probe_gap,
+    sync_tolerance,
+    trainer_log_probs,
+)
 
 Weights = dict[str, Tensor]
 REPEATS = 7

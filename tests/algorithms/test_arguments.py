@@ -139,7 +139,7 @@ def test_from_now_on_is_the_field_s_or_the_stage_s(lab: Any) -> None:
 
 
 WRONG = {
-    ("update_actor", "clip", -1): r"clip=-1.*must lie in",
+    ("update_actor", "clip", -1): r"clip=-1.*must be at least 0",
     ("update_actor", "clip", "x"): r"clip='x'.*must be a number",
     ("update_actor", "clap", 1): r"update_actor\(clap=...\).*clip",
     ("update_actor", "loss", "pop"): r"loss='pop'",

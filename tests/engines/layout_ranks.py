@@ -25,8 +25,7 @@ from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
-from workbench.workers.process_groups import parallel_groups
+from workbench.workers.communicator import Communicator, parallel_groups
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,  # two tensor ranks have 49 and 48 rows

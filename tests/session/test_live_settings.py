@@ -124,7 +124,7 @@ WRONG = {
     "lab.actor.training = 5": (BadInput, r"training=5.*must be"),
     "lab.actor.learning_rate = 1": (BadInput, r"write lab.actor.training.learning_rate = 1"),
     "lab.reference.training.learning_rate = 1": (BadInput, r"the reference is not trained.*lab.actor.training"),
-    "ppo.clip = -1": (BadInput, r"clip=-1.*must lie in.*give a number from 0 to 1"),
+    "ppo.clip = -1": (BadInput, r"clip=-1.*must be at least 0"),
     "ppo.clip = '0.1'": (BadInput, r"PPO.clip='0.1'.*must be a number"),
     "ppo.samples = 0": (BadInput, r"PPO.samples=0.*at least 1"),
     "ppo.prompts = 3; ppo.samples = 1": (BadInput, r"minibatches of an update must be equally large"),

@@ -194,17 +194,6 @@ def test_algorithms_need_no_other_reference(lab: wb.Workbench) -> None:
     assert arms["ppo"].metrics["update_actor/grad_norm"] > 0
 
 
-def test_going_back_to_an_earlier_adapter(lab: wb.Workbench) -> None:
-    batch = rolled_out(lab)
-    with lab.kept("actor", "reference"):
-        scored = lab.compute_advantages(lab.reward.compute_reward(lab.critic.compute_values(batch)))
-        lab.actor.update_actor(scored)
-        moved = tokens(lab.actor.compute_log_prob(batch), "old_log_prob")[0]
-    before = tokens(batch, "old_log_prob")[0]
-    assert not torch.equal(moved, before)
-    assert torch.equal(tokens(lab.actor.compute_log_prob(batch), "old_log_prob")[0], before)
-
-
 def test_the_store_knows_that_the_reference_stays(lab: wb.Workbench, capsys: pytest.CaptureFixture[str]) -> None:
     batch = rolled_out(lab)
     scored = lab.compute_advantages(lab.reward.compute_reward(lab.critic.compute_values(batch)))

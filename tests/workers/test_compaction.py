@@ -201,12 +201,6 @@ def test_a_context_that_is_not_full_changes_nothing(lab: wb.Workbench) -> None:
     assert [*plain.df()["response_text"]] == [*roomy.df()["response_text"]]
 
 
-def test_an_algorithm_takes_it(lab: wb.Workbench) -> None:
-    sampling = wb.Sampling(environment=Counting, context=wb.Context(**CONTEXT), **DRAWN)
-    algorithm = wb.ArCHer(lab, prompts=2, sampling=sampling)
-    assert algorithm.run(1)["generate_sequences/contexts/mean"].iloc[0] > 1
-
-
 def test_wrong_contexts(lab: wb.Workbench) -> None:
     with expect_error(BadInput, rule="a context has room for the prompt, and for a turn"):
         wb.Context(max_tokens=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,34 +67,6 @@ def test_ids_that_no_put_has_seen_are_checked_too(lab: wb.Workbench, prompts: li
     for stage in (lab.actor.compute_log_prob, lab.critic.compute_values, lab.reference.compute_ref_log_prob):
         with pytest.raises(BadInput, match=message):
             stage(batch)
-
-
-@pytest.mark.parametrize(
-    "rewards", [torch.ones(4, 1), torch.ones(4, 6), Ragged.of([[1.0]] * 4, torch.float32), ["1"] * 4]
-)
-def test_scores_are_one_a_row_or_one_a_token(lab: wb.Workbench, rewards: Any) -> None:
-    table = stored()
-    for score in (rewards, torch.ones(4)):
-        batch = lab.put({**table, "rewards": score})
-        if score is rewards:
-            with expect_error(BadInput, value="compute_advantages failed.*'rewards'"):
-                lab.compute_advantages(batch)
-    assert lab.compute_advantages(batch).rows == 4
-    assert lab.last_metrics["compute_advantages"]["rewards/mean"] == 1.0
-
-
-def test_columns_that_were_joined_with_other_lengths(lab: wb.Workbench) -> None:
-    table = stored()
-    short = lab.put({"advantages": Ragged.of([[1.0]] * 4, torch.float32)})
-    batch = lab.put(table).drop("advantages").join(short)
-    with expect_error(BadInput, value="'advantages' has 1 numbers in row 0, where 'response_ids' has 5"):
-        lab.actor.update_actor(batch)
-
-
-@pytest.mark.parametrize("lengths", [[2, 5], [-1, 4], [3, 1]])
-def test_a_ragged_whose_lengths_do_not_add_up(lab: wb.Workbench, lengths: list[int]) -> None:
-    with expect_error(BadInput, value="column 'x' has 3 values for lengths"):
-        lab.put({"x": Ragged(torch.ones(3), torch.tensor(lengths))})
 
 
 @pytest.mark.thorough

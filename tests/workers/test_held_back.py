@@ -18,7 +18,7 @@ from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.objectives.covariance import CovarianceLoss
 from workbench.settings.engines import Generation, Training
-from workbench.workers.held_back import held_back_tokens
+from workbench.workers.policy_tokens import held_back_tokens
 from workbench.workers.roles import ActorWorker
 
 LOSSES: dict[str, CovarianceLoss] = {

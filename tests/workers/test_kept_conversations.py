@@ -16,7 +16,6 @@ import pytest
 import workbench as wb
 from tests.calculator import Calculator, sums
 from tests.cases import TINY, hosts_of, tiny_lab
-from workbench.batches.columns import Ragged
 from workbench.engines.generation.transformers_rows import TransformersDecoding
 from workbench.errors import StageInterrupted
 
@@ -144,33 +143,6 @@ def test_conversations_go_on_behind_their_newest_answer_also_from_a_checkpoint(
         kept = sum(len(one["turn_ends"]) for one in (*ended, *open_))
         assert len(sampled) == sum(expected[4]) - kept  # no turn that was answered is sampled again
     assert columns(lab.actor.generate_sequences(batch, **options)) == expected  # and it goes on here, too
-
-
-@pytest.mark.thorough  # other words: the next test
-def test_an_environment_that_answers_otherwise_begins_its_conversation_anew(
-    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Moody(Calculator):
-        """Gives another reward each time that it is made."""
-
-        mark = tmp_path / "made"
-
-        def reset(self, prompt: str, sample_seed: int, **row: Any) -> str:
-            with self.mark.open("a") as file:
-                file.write("x")
-            self.mood = len(self.mark.read_text())
-            return super().reset(prompt, sample_seed)
-
-        def step(self, response: str) -> tuple[str, float, bool]:
-            return super().step(response)[0], float(self.mood), False
-
-    batch = lab.prompts.next(2)
-    options: dict[str, Any] = {"seed": 8, **sums(environment=Moody, max_turns=4, most_open=1, max_new_tokens=96)}
-    interrupted(lab, batch, 1, monkeypatch, **options)
-    interrupted(lab, batch, 1, monkeypatch, **options)
-    rewards = lab.actor.generate_sequences(batch, **options).fetch(["turn_rewards"])["turn_rewards"]
-    assert isinstance(rewards, Ragged)
-    assert all(len(set(row.tolist())) == 1 for row in rewards.rows())  # of one environment
 
 
 def test_an_environment_that_says_other_words_begins_its_conversation_anew(

@@ -74,17 +74,6 @@ def shard(prompts: list[list[int]], responses: list[list[int]], sizes: tuple[int
     return Shard(columns=dict(columns), rows=np.arange(len(prompts)), minibatch_sizes=sizes, meta={})
 
 
-def test_what_a_forward_pass_is_given() -> None:
-    (micros,) = each_minibatch(shard([[5, 6], [7]], [[8], [9, 10]], (2,)), 100, ALONE, torch.device("cpu"))
-    (micro,) = micros
-    assert micro.inputs["input_ids"].tolist() == [5, 6, 8, 7, 9, 10]
-    assert micro.inputs["lengths"] == (3, 3)
-    # the state before a token predicts it: that of 6 predicts 8, those of 7 and 9 predict 9 and 10
-    assert micro.inputs["positions"].tolist() == [1, 3, 4]
-    assert micro.targets.tolist() == [8, 9, 10]
-    assert micro.to_BR(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0], [2, 3]]
-
-
 def test_rows_of_one_prompt_share_it() -> None:
     rows = shard([[5, 6], [7], [5, 6], [5, 6]], [[8], [9, 10], [11, 12], []], (4,))
     (micros,) = each_minibatch(rows, 100, ALONE, torch.device("cpu"))

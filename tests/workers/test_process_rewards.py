@@ -180,17 +180,6 @@ def test_wrong_steps_are_refused(lab: wb.Workbench) -> None:
         lab.reward.compute_reward(lab.put(table()), steps=True)
 
 
-def test_an_algorithm_with_steps(lab: wb.Workbench) -> None:
-    def drawn(prompt: str, response: str, steps: list[str]) -> list[float]:
-        return [len(response) % 3 - i for i, _ in enumerate(steps)]
-
-    algorithm = wb.GRPO(lab, prompts=2, samples=2, reward=drawn, estimator="grpo_process",
-                        sampling=wb.Sampling(max_new_tokens=8))  # fmt: skip
-    algorithm.replace("compute_reward", steps="e")
-    metrics = algorithm.iterate()
-    assert lab.last_metrics["compute_advantages"]["steps/mean"] >= 1 and metrics
-
-
 def metaspace() -> PreTrainedTokenizerFast:
     """A tokenizer of words in which a space is the next word's, as Llama-2's: decoded alone, a word has none."""
     words = ["<unk>", "▁First", "▁we", "▁add.", "▁Step", "▁2:", "▁done"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,12 +94,6 @@ class TestFormula:
         outside = [token for token in range(11) if token not in self.sets[0]]
         assert (logits.grad[0, outside] == 0).all()
 
-    def test_some_of_them(self) -> None:
-        numbers = torch.tensor([4, 1, 0, 0, 3])
-        assert torch.equal(
-            self.given.take(numbers).masked(self.logits[numbers]), self.given.masked(self.logits)[numbers]
-        )
-
     def test_parts(self) -> None:
         for parts in (1, 2, 5):
             pairs = zip(self.given.tensor_split(parts), self.logits.tensor_split(parts), strict=True)
@@ -170,21 +163,6 @@ def test_without_the_mask_a_correction_is_refused_and_would_be_wrong(lab: wb.Wor
         lab.actor.update_actor(with_advantages(lab, lab.put(kept, meta=batch.meta)))
 
 
-def test_weights_of_other_rollouts_have_mean_one(lab: wb.Workbench) -> None:
-    """Importance weights between two temperatures over the same tokens have mean 1 within their sampling error: old at
-    0.75, sampled at 0.8."""
-    batch = lab.actor.generate_sequences(
-        lab.prompts.next(8), samples=64, **{**SAMPLED, "max_new_tokens": 6, "top_p": 0.5}
-    )
-    old = column(lab.actor.compute_log_prob(batch, temperature=0.7), "old_log_prob")
-    weights = torch.stack([
-        (a - b).double().sum().exp()
-        for a, b in zip(old.rows(), column(batch, "rollout_log_prob").rows(), strict=True)
-    ])  # fmt: skip
-    error = float(weights.std() / len(weights) ** 0.5)
-    assert 1e-3 < error < 0.1 and abs(float(weights.mean()) - 1) < 4 * error
-
-
 def test_the_reference_is_over_the_same_tokens_unless_asked_otherwise(lab: wb.Workbench, batch: wb.Batch) -> None:
     inside = column(lab.reference.compute_ref_log_prob(batch), "ref_log_prob").values
     outside = column(lab.reference.compute_ref_log_prob(batch, sampling_mask=False), "ref_log_prob").values
@@ -245,14 +223,6 @@ def test_more_ties_than_vllm_was_asked_for_are_no_mask() -> None:
     assert _sets(told, 2) == [[3, 5]]  # of the whole vocabulary
     with expect_error(StageError, value="more than 2 tokens could be drawn"):
         _sets(told, 100)
-
-
-def test_the_mask_is_stored_as_other_columns_are(lab: wb.Workbench, batch: wb.Batch, tmp_path: Path) -> None:
-    batch.save(tmp_path / "rollouts")
-    loaded = lab.load(tmp_path / "rollouts").take([5, 2, 11])
-    again = column(lab.actor.compute_log_prob(loaded), "old_log_prob")
-    old = column(lab.actor.compute_log_prob(batch), "old_log_prob").rows()
-    torch.testing.assert_close(again.values, torch.cat([old[row] for row in (5, 2, 11)]), rtol=0, atol=1e-5)
 
 
 def test_banned_tokens_are_not_in_a_set(lab: wb.Workbench) -> None:

@@ -4,7 +4,6 @@ model; however rows, ranks, layers and the vocabulary are cut, the same ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,20 +123,6 @@ def test_a_divergence_by_hand_is_that_of_distillation(lab: wb.Workbench) -> None
             metrics = getattr(lab.actor, update)(batch, **arguments)
             found.append((metrics["loss"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_step_lowers_the_loss_by_the_square_of_the_gradient(tmp_path: Path) -> None:
-    """A finite difference through the whole update, for a loss on logits and hidden states."""
-    step, large = 1e-4, 1e4  # AdamW with so large an eps is plain descent with the rate learning_rate / eps
-    training = {"learning_rate": step * large, "max_grad_norm": 0.0, "eps": large, "minibatches": 1}
-
-    def loss(logits: Any, hidden_states: Tensor, advantages: Tensor) -> Tensor:
-        return advantages * logits.map(entropy_of) + hidden_states[..., :3].square().sum(-1)
-
-    with tiny_lab("slope", tmp_path, backend="inline", models={"actor": TINY}, training=training) as lab:
-        batch = lab.put(stored(6), meta={"temperature": 1.0})
-        first, second = (lab.actor.update_actor(batch, loss=loss) for _ in range(2))
-    assert first["loss"] - second["loss"] == pytest.approx(step * first["grad_norm"] ** 2, rel=0.1)
 
 
 def test_it_is_called_for_chosen_positions_alone(lab: wb.Workbench) -> None:

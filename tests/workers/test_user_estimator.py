@@ -104,17 +104,6 @@ def test_grpo_written_in_a_cell_gives_grpos_numbers(lab: wb.Workbench) -> None:
     assert float(inside.mean()) == pytest.approx(0, abs=1e-5) and float(inside.std()) == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.slow
-def test_it_does_not_see_rows_that_are_not_valid(lab: wb.Workbench) -> None:
-    valid = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1], dtype=torch.int64)
-    found = {
-        name: lab.compute_advantages(lab.put({**table(), "valid": valid}), estimator=estimator, whiten_advantages=False)
-        for name, estimator in (("own", of_group), ("named", "grpo"))
-    }
-    own, named = (batch.fetch(["advantages"])["advantages"].values for batch in found.values())
-    assert torch.allclose(own, named, atol=1e-5) and own.any()
-
-
 def test_two_ranks_give_the_bits_of_one() -> None:
     one, two = on_ranks(), run_ranks(on_ranks, 2)
     for number, expected in enumerate(one):

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
-from workbench.workers.roles.actor import OF_TOKENS, OWN_METRICS, WITH_GRADIENT
+from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
 from workbench.workers.token_logits import OF_MODEL, Logits
 from workbench.workers.user_loss import Asked, UserFunction, checked_loss, selected
 
@@ -144,7 +144,7 @@ class LossInputs:
                     **{name: given[name] for name in Asked.by(self.function).names if name in given}
                 )
             shape = self.inside_BT.shape
-            loss_BT, _ = checked_loss("loss", self.function, returned, shape, OWN_METRICS, OF_TOKENS)
+            loss_BT, _ = checked_loss(self.function, returned, shape, OWN_METRICS)
         return loss_BT, leaves, copies
 
     def _of_model(self, leaves: Mapping[str, Tensor]) -> dict[str, Any]:

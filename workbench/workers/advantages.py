@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.batches.contexts import answer_lengths, contexts_of
 from workbench.batches.turns import ends_of_turns
+from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.correction import Correction, raw_weights
@@ -35,15 +36,17 @@ from workbench.objectives.groups import (
     grpo,
     grpo_batch_std,
     off_policy_baseline,
+    process_advantages,
     rloo,
+    step_scores,
     with_variance,
 )
 from workbench.objectives.kl import KLKind
 from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends, random_ends
 from workbench.objectives.turns import turn_gae, turn_reinforce
 from workbench.support.seeds import derive_seed
+from workbench.support.validation import PositiveInt
 from workbench.workers.communicator import Communicator
-from workbench.workers.process_rewards import check_groups, over_steps
 from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_greedy
 from workbench.workers.user_loss import UserFunction
@@ -63,7 +66,7 @@ Estimator = Literal[
     "reinforce_turn",
     "reinforce_turn_baseline",
 ]
-MacroTokens = int | Literal["random", "perplexity", "steps"]
+MacroTokens = PositiveInt | Literal["random", "perplexity", "steps"]
 # the samples of a prompt are each other's baseline: one response a prompt teaches nothing
 GROUPED = (
     "grpo", "grpo_batch_std", "grpo_process", "dr_grpo", "rloo", "off_policy_baseline", "reinforce_pp_baseline",
@@ -95,30 +98,6 @@ def _macro_ends(batch: Shard, mask_BT: Tensor, tokens: MacroTokens) -> Tensor:
     return fixed_ends(mask_BT, tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of `compute_advantages` that decide the advantages of a signal."""
-
-    estimator: Estimator | Callable[..., Any]
-    gamma: float
-    lam: float
-    bootstrap: bool
-    macro_tokens: MacroTokens
-    kl_coefficient: float
-    kl: KLKind
-    overlong_buffer: int
-    max_response_tokens: int | None
-    correction: Correction | None
-
-
-class Estimate(NamedTuple):
-    """Of one signal, each [B, T]; token rewards are those after penalties."""
-
-    token_rewards_BT: Tensor
-    advantages_BT: Tensor
-    returns_BT: Tensor
-
-
 def with_baselines(
     batch: Shard, estimator: Estimator | UserFunction, count_invalid: bool, communicator: Communicator, metrics: Metrics
 ) -> Shard:
@@ -142,25 +121,37 @@ def with_baselines(
     return replace(batch, columns={**batch.columns, "counted": valid_B})
 
 
+@dataclass(kw_only=True)
 class Estimation:
     """Estimates the signals of one shard. Every rank of the pool does so at the same time, for the same signals.
 
-    given: the shard as it came, which a function of the user's reads. batch: that of `with_baselines`.
-    metrics, notes: what is to be said of it.
+    given: the shard as it came, which a function of the user's reads. batch: that of `with_baselines`. metrics, notes:
+    what is to be said of it. The others: arguments of `compute_advantages`.
     """
 
-    def __init__(
-        self, options: Options, given: Shard, batch: Shard, communicator: Communicator, metrics: Metrics
-    ) -> None:
-        self.options, self.batch, self.communicator, self.metrics = options, batch, communicator, metrics
-        self.notes: list[str] = []
-        self.mask_BT, self.valid_B = batch.valid_mask.pad().bool(), batch.valid
-        self.rows, self.tokens = int(self.valid_B.sum()), float(self.mask_BT.sum())
-        self._given = given
+    given: Shard
+    batch: Shard
+    communicator: Communicator
+    metrics: Metrics
+    estimator: Estimator | Callable[..., Any]
+    gamma: float
+    lam: float
+    bootstrap: bool
+    macro_tokens: MacroTokens
+    kl_coefficient: float
+    kl: KLKind
+    overlong_buffer: int
+    max_response_tokens: int | None
+    correction: Correction | None
+    notes: list[str] = field(default_factory=list)
 
-    def of(self, signal: Signal) -> Estimate:
-        """Token rewards, advantages and returns."""
-        estimator = self.options.estimator
+    def __post_init__(self) -> None:
+        self.mask_BT, self.valid_B = self.batch.valid_mask.pad().bool(), self.batch.valid
+        self.rows, self.tokens = int(self.valid_B.sum()), float(self.mask_BT.sum())
+
+    def of(self, signal: Signal) -> tuple[Tensor, Tensor, Tensor]:
+        """Token rewards after penalties, advantages and returns of one signal, each [B, T]."""
+        estimator = self.estimator
         scores = self._scores(signal.scores, self.mask_BT)
         scores_B = response_scores(scores, self.mask_BT)
         self.note_mean(signal.scores, scores_B, self.rows)
@@ -180,7 +171,7 @@ class Estimation:
             both = self._of_steps(scores.ndim == 1, rewards_BT)
         else:
             both = self._of_responses(scores_B, penalty_B, signal)
-        return Estimate(rewards_BT, *both)
+        return rewards_BT, *both
 
     def note_mean(self, name: str, total: Tensor, count: float) -> None:
         """Metric `name/mean`: of rows those that are valid, of tokens all."""
@@ -198,24 +189,24 @@ class Estimation:
 
     def _overlong_penalty(self, signal: Signal) -> Tensor | None:
         """DAPO's, [B]; None: none is asked for, or the signal is a cost."""
-        longest = self.options.max_response_tokens
-        if not self.options.overlong_buffer or signal is not REWARD:
+        longest = self.max_response_tokens
+        if not self.overlong_buffer or signal is not REWARD:
             return None
         assert longest is not None  # `_check` of the operation
         lengths_B = answer_lengths(self.batch.ragged("response_mask"), contexts_of(self.batch.columns))
-        penalty_B = overlong_penalty(lengths_B, longest, self.options.overlong_buffer)
+        penalty_B = overlong_penalty(lengths_B, longest, self.overlong_buffer)
         self.note_mean("overlong_penalty", penalty_B, self.rows)
         return penalty_B
 
     def _token_rewards(self, scores: Tensor, signal: Signal) -> Tensor:
         """Scores on tokens, less the KL penalty, [B, T]."""
-        coefficient = self.options.kl_coefficient
+        coefficient = self.kl_coefficient
         old_BT, ref_BT = torch.zeros_like(self.mask_BT, dtype=torch.float32), None
         if coefficient:
             old_BT, ref_BT = (self.batch.ragged(name).pad() for name in ("old_log_prob", "ref_log_prob"))
         # what lowers a reward raises a cost: the cost is a reward turned round
         sign = signal.sign
-        return sign * token_rewards(sign * scores, old_BT, ref_BT, self.mask_BT, coefficient, self.options.kl)
+        return sign * token_rewards(sign * scores, old_BT, ref_BT, self.mask_BT, coefficient, self.kl)
 
     # --- advantages and returns, by family ----------------------------------------------------------------------------
 
@@ -223,27 +214,27 @@ class Estimation:
         self, function: Callable[..., Any], scores_B: Tensor, rewards_BT: Tensor, signal: Signal
     ) -> tuple[Tensor, Tensor]:
         advantages_BT, returns_BT = estimated(
-            function, self._given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
+            function, self.given, scores_B, rewards_BT, self.communicator, signal, self.valid_B
         )
         if returns_BT is None:
-            returns_BT = reinforce(rewards_BT, self.mask_BT, self.options.gamma)[1]
+            returns_BT = reinforce(rewards_BT, self.mask_BT, self.gamma)[1]
         return advantages_BT, returns_BT
 
     def _with_critic(self, rewards_BT: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         """GAE: by token, by turn, or by macro action."""
-        options, mask_BT, after_B = self.options, self.mask_BT, None
+        mask_BT, after_B = self.mask_BT, None
         values_BT = self.batch.ragged(signal.values).pad()
-        if options.macro_tokens != 1:
-            ends_BT = _macro_ends(self.batch, mask_BT, options.macro_tokens)
-            return macro_gae(rewards_BT, values_BT, mask_BT, options.gamma, options.lam, ends_BT)
-        if options.bootstrap:
+        if self.macro_tokens != 1:
+            ends_BT = _macro_ends(self.batch, mask_BT, self.macro_tokens)
+            return macro_gae(rewards_BT, values_BT, mask_BT, self.gamma, self.lam, ends_BT)
+        if self.bootstrap:
             finished_B = self.batch.numbers("finished").bool()
             after_B = torch.where(finished_B, 0.0, self.batch.numbers(signal.final_values))
-        if options.estimator == "gae":
-            both = gae(rewards_BT, values_BT, mask_BT, options.gamma, options.lam, after_B)
+        if self.estimator == "gae":
+            both = gae(rewards_BT, values_BT, mask_BT, self.gamma, self.lam, after_B)
         else:
             ends_BT = self._ends_of_turns()
-            both = turn_gae(rewards_BT, values_BT, mask_BT, ends_BT, options.gamma, options.lam, after_B)
+            both = turn_gae(rewards_BT, values_BT, mask_BT, ends_BT, self.gamma, self.lam, after_B)
         returns_BT = both[1]
         sums = torch.stack([moments(x_BT, mask_BT) for x_BT in (returns_BT, returns_BT - values_BT)])
         explained = explained_variance(*self.communicator.all_reduce(sums))
@@ -255,16 +246,16 @@ class Estimation:
         baseline = self._scores(signal.baseline)  # of other responses, whose mask is not this batch's
         baseline_B = baseline if baseline.ndim == 1 else baseline.double().sum(-1)
         self.note_mean(signal.baseline, baseline_B, self.rows)
-        return reinforce(rewards_BT, self.mask_BT, self.options.gamma, baseline_B)
+        return reinforce(rewards_BT, self.mask_BT, self.gamma, baseline_B)
 
     def _reward_to_go(self, scores_B: Tensor, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
         mean_B = None
-        if self.options.estimator in GROUPED:
+        if self.estimator in GROUPED:
             # the mean of whole conversations, the first turn on, is the baseline of every turn
             mean_B = scores_B - self._over_groups(scores_B, scores_B)
-        if self.options.estimator in BY_TURN:
-            return turn_reinforce(rewards_BT, self.mask_BT, self._ends_of_turns(), self.options.gamma, mean_B)
-        return reinforce(rewards_BT, self.mask_BT, self.options.gamma, mean_B)
+        if self.estimator in BY_TURN:
+            return turn_reinforce(rewards_BT, self.mask_BT, self._ends_of_turns(), self.gamma, mean_B)
+        return reinforce(rewards_BT, self.mask_BT, self.gamma, mean_B)
 
     def _of_steps(self, one_step: bool, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
         advantages_BT = over_steps(rewards_BT, one_step, self.batch, self.mask_BT, self.communicator, self.metrics)
@@ -273,7 +264,7 @@ class Estimation:
     def _of_responses(self, scores_B: Tensor, penalty_B: Tensor | None, signal: Signal) -> tuple[Tensor, Tensor]:
         """One advantage a response, over the samples of its prompt."""
         penalised_B = scores_B if penalty_B is None else scores_B + penalty_B
-        if self.options.kl_coefficient:
+        if self.kl_coefficient:
             kl_BT = self._token_rewards(torch.zeros(len(self.batch)), signal)
             penalised_B = penalised_B + kl_BT.double().sum(-1)
         advantages_B = self._over_groups(scores_B, penalised_B)
@@ -292,8 +283,8 @@ class Estimation:
         every_N = communicator.gathered(groups_B)
         shards = communicator.all_gather(penalised_B[valid_B])
         scores_N, groups_N = torch.cat(shards), communicator.gathered(groups_B[valid_B])
-        if self.options.estimator != "rloo":
-            check_groups(self.options.estimator, every_N)
+        if self.estimator != "rloo":
+            check_groups(self.estimator, every_N)
         advantages_N = self._of_group(scores_N, groups_N)
         if len(advantages_N) and not advantages_N.any():
             self.notes.append(_note_on_equal_scores(self.batch.meta.get("temperature")))
@@ -307,7 +298,7 @@ class Estimation:
 
     def _of_group(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
         """The advantages of all valid responses, [N]."""
-        estimator = self.options.estimator
+        estimator = self.estimator
         if estimator == "rloo":
             return rloo(scores_N, groups_N)
         if estimator == "off_policy_baseline":
@@ -320,7 +311,7 @@ class Estimation:
 
     def _over_weighted_mean(self, scores_N: Tensor, groups_N: Tensor) -> Tensor:
         """VCPO's: the baseline of the least variance under the weights of the update."""
-        correction, valid_B = self.options.correction, self.valid_B
+        correction, valid_B = self.correction, self.valid_B
         assert correction is not None  # `_check` of the operation
         mask_BT = self.mask_BT[valid_B]
         old_BT, rollout_BT = (self.batch.ragged(name).pad()[valid_B] for name in ("old_log_prob", "rollout_log_prob"))
@@ -335,3 +326,41 @@ class Estimation:
         gathered = self.communicator.gathered
         baseline_N = off_policy_baseline(scores_N, groups_N, gathered(weight_B), gathered(norm2_B))
         return (scores_N - baseline_N) / group_deviation(scores_N, groups_N)
+
+
+# --- rewards of steps -------------------------------------------------------------------------------------------------
+
+
+def over_steps(
+    rewards_BT: Tensor, one_step: bool, batch: Shard, mask_BT: Tensor, communicator: Communicator, metrics: Metrics
+) -> Tensor:
+    """The advantages of process supervision, [B, T], from token rewards after penalties. one_step: a response is one.
+
+    Metrics: `steps/mean`, of a response, and the share of steps whose prompt has equal rewards only.
+    """
+    groups_B = batch.numbers("prompt_uid")
+    check_groups("grpo_process", communicator.gathered(groups_B))
+    ends_BT = mask_BT
+    if one_step:
+        ends_BT = mask_BT & (mask_BT.flip(-1).cumsum(-1).flip(-1) == 1)
+    elif "step_ends" in batch.columns:
+        ends_BT = mask_BT & batch.ragged("step_ends").pad().bool()
+    steps_S, groups_S = step_scores(rewards_BT, ends_BT), groups_B.repeat_interleave(ends_BT.sum(-1))
+    shards = communicator.all_gather(steps_S)
+    steps_N, groups_N = torch.cat(shards), communicator.gathered(groups_S)
+    before = sum(map(len, shards[: communicator.rank]))
+    mine = slice(before, before + len(steps_S))
+    metrics["steps/mean"] = Mean(total=len(steps_S), count=int(batch.valid.sum()))
+    alike = len(steps_S) - float(with_variance(steps_N, groups_N)[mine].sum())
+    metrics.setdefault("without_variance/fraction", Mean(total=alike, count=len(steps_S)))
+    return process_advantages(grpo(steps_N, groups_N)[mine].float(), ends_BT) * mask_BT
+
+
+def check_groups(estimator: object, groups_N: Tensor) -> None:
+    """Raise `BadInput` where no prompt has two responses."""
+    if len(torch.unique(groups_N)) == len(groups_N):
+        raise BadInput(
+            f"estimator={estimator!r} on one response a prompt",
+            "the other responses of a prompt are the baseline: alone, every advantage is 0",
+            "generate with samples=2 or more",
+        )

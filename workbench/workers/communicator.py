@@ -1,18 +1,28 @@
-"""The one place where tensors are handed to torch.distributed, counted and timed."""
+"""The one place where tensors are handed to torch.distributed, counted and timed; and the process groups of a pool and
+of a role's layout over its ranks."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workbench.engines.training.groups import ParallelGroups
+from workbench.errors import BadInput
+from workbench.messages.calls import HostInfo
 from workbench.messages.replies import PeerFailed
+from workbench.placement import Layout
+from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder
 
 
@@ -20,9 +30,10 @@ class Communicator:
     """Collectives over a group of ranks: those of a pool (its default process group), or some of them. With one rank
     nothing is sent. Ranks are numbered within the group.
 
-    group: None for the whole pool. inner: of ranks that compute each layer together: their many small collectives are
-    counted in `moved_bytes`, without spans of their own. hosts: the ranks' names in the record of transfers; without
-    them they are named by pool and rank. sent_bytes: bytes that `exchange` has sent, by destination.
+    group, process_group: torch's; None for the whole pool, and for a single rank. inner: of ranks that compute each
+    layer together: their many small collectives are counted in `moved_bytes`, without spans of their own. hosts: the
+    ranks' names in the record of transfers; without them they are named by pool and rank. sent_bytes: bytes that
+    `exchange` has sent, by destination.
     """
 
     def __init__(
@@ -37,12 +48,8 @@ class Communicator:
         self.rank, self.world_size = rank, world_size
         self.moved_bytes = 0
         self.sent_bytes: Counter[int] = Counter()
-        self._recorder, self._group, self._inner, self._hosts = recorder, group, inner, tuple(hosts)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """torch's group of these ranks; None for the whole pool, and for a single rank."""
-        return self._group
+        self.process_group = group
+        self._recorder, self._inner, self._hosts = recorder, inner, tuple(hosts)
 
     @contextmanager
     def _counted(self, nbytes: int = 0) -> Iterator[None]:
@@ -55,8 +62,8 @@ class Communicator:
 
     def end_group(self) -> None:
         """Destroy a group that was made for some ranks of a pool."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        if self.process_group is not None:
+            dist.destroy_process_group(self.process_group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -69,7 +76,7 @@ class Communicator:
     def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
         if self.world_size > 1:
             with self._counted(tensor.nbytes):
-                dist.all_reduce(tensor, op=how, group=self._group)
+                dist.all_reduce(tensor, op=how, group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -83,7 +90,7 @@ class Communicator:
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         with self._counted(padded.nbytes):
-            dist.all_gather(gathered, padded, group=self._group)
+            dist.all_gather(gathered, padded, group=self.process_group)
         return [part[: int(n)] for part, n in zip(gathered, lengths, strict=True)]
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -119,13 +126,13 @@ class Communicator:
         """The tensor of rank `source`, in place."""
         if self.world_size > 1:
             with self._counted(tensor.nbytes if self.rank == source else 0):
-                dist.broadcast(tensor, group=self._group, group_src=source)
+                dist.broadcast(tensor, group=self.process_group, group_src=source)
         return tensor
 
     def barrier(self) -> None:
         if self.world_size > 1:
             with self._counted():
-                dist.barrier(group=self._group)
+                dist.barrier(group=self.process_group)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -154,8 +161,12 @@ class Communicator:
         """
         if not sends and not receives:
             return
-        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives]
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.process_group, group_peer=rank) for rank, tensor in sends
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=self.process_group, group_peer=rank) for rank, tensor in receives
+        ]
         with self._counted(sum(tensor.nbytes for _, tensor in sends)):
             start_s = self._recorder.now_s()
             works = dist.batch_isend_irecv(operations)
@@ -174,3 +185,93 @@ class Communicator:
                 names[rank], names[self.rank], start_s, ends_s[min(index, len(ends_s) - 1)],
                 bytes=tensor.nbytes, columns=weights, kind="weights",
             )  # fmt: skip
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
+    """The rendezvous of a pool, on its rank 0, with its address and port. several: there are other ranks, perhaps on
+    other machines.
+
+    It listens on this machine's loopback or on its address in the cluster; not at all where there is one rank.
+    """
+    if not several:
+        return dist.HashStore(), LOOPBACK, 0
+    import ray
+
+    on_cluster = sum(node["Alive"] for node in ray.nodes()) > 1
+    address = ray.util.get_node_ip_address() if on_cluster else LOOPBACK
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listening = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        raise BadInput(
+            f"{address}, by which Ray knows this machine, cannot be listened on ({error})",
+            "the ranks of a pool meet at an address of their machine",
+            "start Ray with --node-ip-address=<an address of this machine>",
+        ) from error
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
+    return store, address, port
+
+
+def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None) -> None:
+    """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: of rank 0.
+
+    A default group of the same size that exists, of another inline workbench or of the user's, is used as it is.
+    """
+    rank, size = info.rank, info.world_size
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port))
+    # by default gloo listens on the address that the host's name has, and NCCL on an interface that it chooses
+    if interface := _interface_to(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if info.device.startswith("cuda") else "gloo"
+        store = store or dist.TCPStore(address, port, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    elif dist.get_world_size() != size:
+        raise BadInput(
+            f"a pool of {size} rank(s) in a process whose default process group has {dist.get_world_size()}",
+            "torch has one default group a process",
+            "open the workbench in a process of its own, or with backend='ray'",
+        )
+
+
+def parallel_groups(layout: Layout, communicator: Communicator, recorder: Recorder, device: str) -> ParallelGroups:
+    """The groups of a layout over the pool of `communicator`, whose ranks must all call this, in the same order.
+
+    A role that is data parallel alone has the pool as its data group, and no groups of its own.
+    """
+    if layout.p * layout.t == 1:
+        alone = Communicator(0, 1, recorder)
+        return ParallelGroups(layout=layout, data=communicator, tensor=alone, pipeline=alone)
+    made: dict[str, Communicator] = {}
+    for axis, place in zip(("data", "pipeline", "tensor"), layout.coordinates(communicator.rank), strict=True):
+        for ranks in layout.groups(cast(Axis, axis)):
+            # in the layout's order, in which a rank's number in a group is its coordinate; torch would sort them
+            group = dist.new_group(ranks, sort_ranks=False) if len(ranks) > 1 else None
+            if communicator.rank in ranks:
+                made[axis] = Communicator(place, len(ranks), recorder, group, inner=axis == "tensor")
+    # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
+    made["pipeline"].all_reduce(torch.zeros(1, device=device))
+    return ParallelGroups(layout=layout, **made)
+
+
+def _interface_to(store: str) -> str | None:
+    """The interface by which this machine takes part in a pool whose store has that address: the loopback, or the one
+    that has the address by which Ray knows this machine. None where no interface has it."""
+    mine = LOOPBACK
+    if store != LOOPBACK:
+        import ray
+
+        mine = ray.util.get_node_ip_address()
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if mine in (one.address for one in addresses)), None)

@@ -83,12 +83,7 @@ class Conversation:
 
     def begin_again(self) -> None:
         """Forget what was said: from the same seed, a new environment is told the same as long as it answers alike."""
-        self.response_ids, self.mask, self.log_probs, self.rewards = [], [], [], []
-        self.sets, self.turn_starts, self.turn_ends = [], [], []
-        self.prompt_ids = self._row_prompt_ids
-        self.context_starts, self.exchanges, self.held_ids, self.summaries = [], [], None, []
-        self.repeated, self.resumes, self._leads, self._lead_start = 0, False, [], 0
-        self.observed = []
+        vars(self).update(vars(Conversation(prompt_ids=self._row_prompt_ids, seed=self.seed)))
 
     def go_back(self) -> bool:
         """Go back to the newest turn that was answered, from where a new environment can go on. False where there is

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged, Table
 from workbench.batches.schema import SCHEMA
@@ -147,44 +146,8 @@ def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[s
             f"so does the {call.role}'s weight {weight}",
             "go back to weights from before; a lower learning_rate, a max_grad_norm or warmup_steps keep them finite",
         )
-    module = "" if shard is None else _first_module(call, shard, worker, row)
-    remedy = "where only bfloat16 overflows, dtype='float32'; else leave the row out"
-    if module:
-        return (
-            f"what it read there and all weights are finite; the first output that is not is that of {module}",
-            remedy,
-        )
-    return "what it read there and all weights are finite", f"lab.debug() names the module; {remedy}"
-
-
-def _first_module(call: Call, shard: Shard, worker: Worker, row: int) -> str:
-    """The first module whose output is not finite when the stage runs on that row alone; empty where other ranks would
-    have to compute with this one."""
-    operation: Any = getattr(getattr(worker, call.method, None), "__operation__", None)
-    if worker.context.communicator.world_size > 1 or operation is None or operation.updates or operation.generates:
-        return ""
-    alone: Table = {name: _row(column, row) for name, column in shard.columns.items()}
-    one = replace(
-        shard, columns=alone, rows=shard.rows[row : row + 1], minibatch_sizes=(1,),
-        sample=None if shard.sample is None else shard.sample[row : row + 1],
-    )  # fmt: skip
-    found: list[nn.Module] = []  # in the order in which they finish
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-        if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in tensors):
-            found.append(module)
-
-    handle = nn.modules.module.register_module_forward_hook(look)
-    try:
-        getattr(worker, call.method)(one, *call.args, **call.kwargs)
-    finally:
-        handle.remove()
-    if not found:
-        return ""
-    model: Any = worker.engine.module  # type: ignore[attr-defined]
-    names = {part: name for name, part in model.named_modules()}
-    return f"{names.get(found[0]) or 'the model'} ({type(found[0]).__name__})"
+    remedy = "lab.debug() runs it here; where only bfloat16 overflows, dtype='float32'; else leave the row out"
+    return "what it read there and all weights are finite", remedy
 
 
 # --- too little memory ------------------------------------------------------------------------------------------------

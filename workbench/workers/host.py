@@ -22,19 +22,24 @@ from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Failure, Output, Reply, column_summary
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.placement import Layout
-from workbench.placement.estimate import Room
 from workbench.placement.state import Part
 from workbench.support.machine import available_bytes, own_gpu_bytes, return_freed_memory, total_bytes
 from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
-from workbench.workers.communicator import Communicator
+from workbench.workers.communicator import Communicator, join_pool, open_store
 from workbench.workers.hints import remedy_for, require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.patching import Models, Patch, Patched
-from workbench.workers.process_groups import join_pool, open_store
-from workbench.workers.role_files import RoleFiles, read_role, write_role
-from workbench.workers.role_state import RankState, Received, RoleMove, publish_state, take_state
+from workbench.workers.role_state import (
+    RankState,
+    Received,
+    RoleFiles,
+    RoleMove,
+    publish_state,
+    read_role,
+    take_state,
+    write_role,
+)
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
@@ -99,34 +104,19 @@ class Host(Shards):
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
-    def build(
-        self,
-        role: str,
-        worker_class: type[Worker],
-        spec: Model,
-        *,
-        layout: Layout,
-        seed: int,
-        tokenizer_name: str,
-        folder: str,
-        waits: bool = False,
-        room: Room | None = None,
-    ) -> None:
-        """Load a role's model and engines. waits: beside the live roles, to replace one at `replace_roles`. room: see
-        `Context`."""
+    def build(self, role: str, worker_class: type[Worker], spec: Model, *, waits: bool = False, **of_role: Any) -> None:
+        """Load a role's model and engines. waits: beside the live roles, to replace one at `replace_roles`. of_role:
+        `layout`, `seed`, `tokenizer_name`, `folder` and `room` of its `Context`."""
+        info = self.info
         context = Context(
-            host=self.info,
-            layout=layout,
-            communicator=Communicator(self.info.rank, self.info.world_size, self.recorder, hosts=self.info.peers),
+            host=info,
+            communicator=Communicator(info.rank, info.world_size, self.recorder, hosts=info.peers),
             recorder=self.recorder,
             progress=self._note_progress,
-            seed=seed,
-            tokenizer_name=tokenizer_name,
-            folder=folder,
             exchange=self._exchange,
-            waits=waits,
-            room=room,
             stopping=self._stopping,
+            waits=waits,
+            **of_role,
         )
         self._busy, began = f"loading {role}", time.monotonic()
         loaded.note()

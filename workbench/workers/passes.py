@@ -1,9 +1,6 @@
 """How a role computes over a shard, micro-batch by micro-batch: `passes` forward, and `steps` of the optimizer.
 
-    column = Scatter(batch.ragged("response_ids"))
-    for micro, (log_probs_N, _) in self.passes(batch, lambda micro: micro.scored(temperature)):
-        column.put(micro, log_probs_N)
-
+    column = self.token_values(batch, lambda micro: micro.scored(temperature))
     output = self.steps(Term(shard=batch, inputs=lambda micro: micro.inputs, loss=loss), epochs=1)
 
 Suffixes as in micro_batches.
@@ -16,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
@@ -32,13 +30,14 @@ from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.placement.estimate import MOST_TOKENS, TOKENS_STEP
 from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.support.machine import own_gpu_bytes
-from workbench.support.validation import at_least
+from workbench.support.validation import Number
 from workbench.telemetry import Recorder
 from workbench.workers.hints import not_finite_in
 from workbench.workers.micro_batches import (
     DeviceMetrics,
     MicroBatch,
     OnDevice,
+    Scatter,
     each_minibatch,
     minibatch_indices,
     on_host,
@@ -52,6 +51,9 @@ LOG_PROB_TEMPERATURE = "log_prob_temperature"
 # lengths and fragmentation.
 TRIAL_TOKENS, TRIAL_ROW_TOKENS = (1024, 2048), 512
 MARGIN = 0.1
+
+# of arguments of operations
+ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 
 Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # what the module is given of a micro-batch
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]
@@ -206,6 +208,15 @@ class PassWorker(Worker):
                 return
             except torch.OutOfMemoryError as error:
                 self.budget.halve(error)
+
+    def token_values(
+        self, batch: Shard, inputs: Inputs, *, width: int | None = None, forward: Callable[..., Any] | None = None
+    ) -> Ragged:
+        """A number of each response token, the first that the passes give of it. width: see `Scatter`."""
+        scatter = Scatter(batch.ragged("response_ids"), width)
+        for micro, output in self.passes(batch, inputs, forward=forward):
+            scatter.put(micro, output[0] if isinstance(output, tuple) else output)
+        return scatter.column()
 
     def row_values(self, batch: Shard, reading: RowReading, *, together: int = 1) -> Tensor:
         """The numbers of a reading, without gradients, fp32 [rows]. together: see `each_minibatch`."""
@@ -378,9 +389,6 @@ class TokenBudget:
 
         return Pass(inputs=inputs, loss=nothing)
 
-    def __repr__(self) -> str:
-        return f"<TokenBudget: {self.known or 'as many as fit'}>"
-
 
 def _measured_on_gpu(recorder: Recorder) -> Measure:
     """By torch's allocator; peaks of the recorder's spans stay correct."""
@@ -410,12 +418,6 @@ def chosen(column: Ragged, shard: Shard) -> Tensor:
 def mean_of(column: Ragged, shard: Shard) -> Mean:
     values = chosen(column, shard)
     return Mean(total=float(values.double().sum()), count=len(values))
-
-
-def check_temperature(arguments: Mapping[str, Any]) -> None:
-    """Raise `BadInput` unless the argument `temperature` is None or above 0."""
-    if arguments["temperature"] is not None:
-        at_least("temperature", arguments["temperature"], 0, strictly=True)
 
 
 def sampling_temperature(shard: Shard, given: float | None) -> float:

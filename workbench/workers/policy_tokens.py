@@ -1,5 +1,5 @@
-"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds; and
-the importance weights of rollouts.
+"""The policy's loss of each token of a micro-batch: what `update_actor` gives its loss function, and what it adds; the
+importance weights of rollouts; and the tokens that a covariance loss holds back.
 
 Suffixes: B rows of a micro-batch, R response tokens of the longest, N packed tokens; T response tokens of the longest
 row of the shard.
@@ -7,6 +7,7 @@ row of the shard.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
+from workbench.engines.training.groups import ModelCollectives
 from workbench.messages.metrics import Mean, Metric, Metrics, SampleSize
 from workbench.messages.shards import Shard
 from workbench.models.logits import TokenSets
@@ -27,8 +29,16 @@ from workbench.objectives.correction import (
     second_moment_cut,
     step_scale,
 )
+from workbench.objectives.covariance import (
+    CovarianceLoss,
+    KLCov,
+    clips_in_effect,
+    covariances,
+    held_back,
+    kl_cov_loss,
+)
 from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
-from workbench.workers.held_back import HELD_BACK
+from workbench.objectives.losses import ppo_loss
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, largest, minibatch_indices
 from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.token_logits import OF_MODEL, of_model
@@ -120,7 +130,8 @@ class PolicyTokens:
         """Of ratios, of what the function told, and of the distance from the old policy and from the rollout's."""
         metrics: dict[str, Metric | OnDevice] = {}
         if old_BR is not None:
-            ratio_BR = told.pop("ratio") if "ratio" in told else ratio_of(now_BR, old_BR)
+            own = "ratio" in told and told["ratio"].ndim == 2
+            ratio_BR = told.pop("ratio") if own else ratio_of(now_BR, old_BR)
             metrics["ratio/mean"] = mean(ratio_BR)
             metrics["ratio/max_deviation"] = largest(torch.where(mask_BR > 0, (ratio_BR - 1).abs(), 0.0))
         metrics |= {name: reported(micro, values, mask_BR) for name, values in told.items()}
@@ -208,3 +219,53 @@ def _sums(weight_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
     else:
         weights = weight_BT.amax(-1)[mask_BT.any(-1)].double()
     return torch.stack((weights.sum(), weights.square().sum(), weights.new_tensor(weights.numel())))
+
+
+# --- tokens that a covariance loss holds back -------------------------------------------------------------------------
+
+HELD_BACK = "held_back"  # what the functions of these losses ask for
+LONGEST = 2**32  # tokens of a row
+
+
+def covariance_function(loss: CovarianceLoss, clip: float | None, clip_high: float | None) -> Callable[..., Any]:
+    """A covariance loss as a function such as users write."""
+
+    def kl_cov(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, held_back: Tensor) -> Any:
+        assert isinstance(loss, KLCov)
+        loss_BR = kl_cov_loss(log_prob, old_log_prob, advantages, held_back, loss.coefficient)
+        return loss_BR, {"held_back_fraction": held_back.float()}
+
+    def clip_cov(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, held_back: Tensor) -> Any:
+        bounds = clips_in_effect({"loss": loss, "clip": clip, "clip_high": clip_high})
+        loss_BR, stats = ppo_loss(log_prob, old_log_prob, advantages, bounds["clip"], bounds["clip_high"])
+        metrics = {"held_back_fraction": held_back.float(), "clip_fraction": stats.clipped_BT.float()}
+        return torch.where(held_back, 0.0, loss_BR), metrics
+
+    return kl_cov if isinstance(loss, KLCov) else clip_cov
+
+
+def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: ModelCollectives) -> Ragged:
+    """A bool column of response tokens, from `old_log_prob` and `advantages`; every rank calls it.
+
+    Every rank sees the tokens of all ranks in the same order, so that neither ranks nor micro-batches change the
+    choice. Draws depend on the covariances alone: an update that goes on after a stop makes the same ones.
+    """
+    mask_BT = batch.valid_mask.pad().bool()
+    old_BT, advantages_BT = batch.ragged("old_log_prob").pad(), batch.ragged("advantages").pad()
+    found_BT, rows_B = torch.zeros_like(mask_BT), torch.as_tensor(batch.rows)
+
+    def everywhere(values_N: Tensor) -> Tensor:
+        return torch.cat(communicator.all_gather(values_N))
+
+    for index in minibatch_indices(batch.minibatch_sizes):
+        rows_N, times_N = mask_BT[index].nonzero(as_tuple=True)
+        rows_N = torch.as_tensor(index)[rows_N]
+        mine_N = rows_B[rows_N] * LONGEST + times_N
+        keys_N, order_N = everywhere(mine_N).sort()
+        log_prob_N, advantages_N = (everywhere(x_BT[rows_N, times_N])[order_N] for x_BT in (old_BT, advantages_BT))
+        if not len(keys_N):
+            continue
+        found_N = covariances(log_prob_N, advantages_N)
+        draws = torch.Generator().manual_seed(zlib.crc32(found_N.numpy().tobytes()))
+        found_BT[rows_N, times_N] = torch.isin(mine_N, keys_N[held_back(loss, found_N, draws)])
+    return Ragged.unpad(found_BT, batch.valid_mask.lengths)

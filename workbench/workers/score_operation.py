@@ -17,9 +17,8 @@ from workbench.errors import BadInput
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_PROTO
 from workbench.models.spec import Model
-from workbench.objectives.arguments import within
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import Rule, at_least, whole
+from workbench.support.validation import Rule
 from workbench.workers.score_columns import STEP_ENDS
 from workbench.workers.scoring import (
     check_same_components,
@@ -45,10 +44,6 @@ RewardFunctions = Annotated[
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    whole("concurrency", arguments["concurrency"], 1)
-    at_least("call_timeout_s", arguments["call_timeout_s"], 0, strictly=True)
-    whole("retries", arguments["retries"], 0)
-    within("most_failed", arguments["most_failed"], 0, 1)
     row_numbers(arguments["only"])
     if arguments.get("steps") == "":
         raise BadInput("steps=''", "steps end with a text, or the function says where (True)", "write steps='\\n\\n'")
@@ -87,8 +82,8 @@ def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns:
             )  # fmt: skip
 
 
-def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*OF_ROW, "response_mask", "prompt_uid", *(STATUS if arguments["function"] is not None else ("valid",)))
+def _status(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return STATUS if arguments["function"] is not None else ()
 
 
 def scoring_stage(column: str) -> Callable[[F], F]:
@@ -99,7 +94,7 @@ def scoring_stage(column: str) -> Callable[[F], F]:
         return (column, *component_columns(column, arguments["function"]), *more)
 
     def writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*own(arguments), *STATUS) if arguments["function"] is not None else own(arguments)
+        return (*own(arguments), *_status(arguments))
 
     def reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         return TOKENS if arguments["only"] is None else (*TOKENS, *own(arguments))
@@ -107,7 +102,8 @@ def scoring_stage(column: str) -> Callable[[F], F]:
     def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         # ends of steps that an earlier call wrote, which do not hold for the new rewards
         stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
-        return (*_optional(arguments), *([STEP_ENDS] if stale else []))
+        given = (*OF_ROW, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
+        return (*given, STEP_ENDS) if stale else given
 
     return register(
         THREE_D_PROTO, reads=reads, optional=optional, writes=writes, minibatched=True, check=_check,

@@ -33,7 +33,7 @@ from workbench.workers.worker import Context
 
 GENERATED = "generate_sequences"
 Components = Mapping[str, tuple[RewardFunction, float]]
-Told = tuple[str, str, str]  # what a function did, the rule, the remedy
+OfRow = tuple[str, int, Score | RewardError]  # component, number of the row, what its function gave
 
 
 def components_of(function: Any) -> Components:
@@ -120,14 +120,12 @@ def row_numbers(only: Any) -> list[int] | None:
 class Scoring:
     """One call of `compute_reward` or `compute_cost` with functions, on one rank.
 
-    stage, column: its name, and the column that it writes. asking: how functions are asked. only, steps: see
-    `compute_reward`. most_failed: the share of the batch's rows.
+    column: that it writes. concurrency, timeout_s, retries, most_failed, only, steps: see `compute_reward`.
     """
 
     batch: Shard
     context: Context
     tokenizer: PreTrainedTokenizerBase
-    stage: str
     column: str
     components: Components
     concurrency: int
@@ -137,6 +135,10 @@ class Scoring:
     only: Any
     steps: str | bool = False
     judge: JudgeEngine | None = None
+
+    @property
+    def stage(self) -> str:
+        return "compute_reward" if self.column == "rewards" else "compute_cost"
 
     def output(self) -> Output:
         """The columns of all rows: asked now, or as they were."""
@@ -196,16 +198,20 @@ class Scoring:
         everywhere = self._everywhere(rows, tokens, asked, whole)
         scores: dict[str, dict[int, Score]] = {name: {} for name in self.components}
         errors: dict[str, dict[int, RewardError]] = {name: {} for name in self.components}
-        shared: list[tuple[str, int, Score | None, Told | None]] = []
+        shared: list[OfRow] = []
         calls = len(self.components) * len(asked)
         where = f"rank {context.host.rank} of pool {context.host.pool}"
         numbers = self.batch.rows.tolist()
+
+        def unscored(what: str, i: int) -> RewardError:
+            return row_error(what, f"row {numbers[i]} on {where}: {what}")
+
         try:
             with context.recorder.span("reward"), context.stopping.only((context.host.rank,)):
                 judged: JudgedRows | None = None
                 if self.judge is not None:
                     of_asked = {i: rows[i] for i in asked}
-                    judged = JudgedRows(self.judge, of_asked, lambda what, i: row_error(what, numbers[i], where))
+                    judged = JudgedRows(self.judge, of_asked, unscored)
                 for k, (name, (function, _)) in enumerate(self.components.items()):
 
                     def tick(ended: int, k: int = k) -> None:
@@ -227,12 +233,12 @@ class Scoring:
                         if len(errors[name]) > asking.most:  # the stage fails: no call is paid for in vain
                             break
         finally:
-            kinds = self._share(shared, scores, errors, asked, where, stay)
+            kinds = self._share(shared, scores, errors, asked, stay)
         several = self._require_alike(kinds, scores, where)
         for name in self.components:
             for i in asked:
                 if i not in scores[name] and i not in errors[name]:
-                    errors[name][i] = row_error(NOT_ASKED, numbers[i], where)
+                    errors[name][i] = unscored(NOT_ASKED, i)
         return scores, errors, several
 
     def _ask_rows(
@@ -292,8 +298,8 @@ class Scoring:
     def _ask_groups(
         self, name: str, function: RewardFunction, everywhere: Sequence[tuple[int, int, bool, Any, int | Steps]],
         asking: Asking, where: str,
-    ) -> list[tuple[str, int, Score | None, Told | None]]:  # fmt: skip
-        """This rank's share of the calls with rows of several ranks: (component, row, score, error)."""
+    ) -> list[OfRow]:  # fmt: skip
+        """This rank's share of the calls with rows of several ranks."""
         groups: dict[int, list[tuple[int, int, bool, Any, int | Steps]]] = {}
         for row in everywhere:
             groups.setdefault(row[1] if over_of(function) == "group" else 0, []).append(row)
@@ -304,32 +310,30 @@ class Scoring:
             function, [[row[3] for row in group] for group in called], [[row[4] for row in group] for group in called],
             asking=asking, where=where, row_numbers=[[row[0] for row in group] for group in called],
         )  # fmt: skip
-        told: list[tuple[str, int, Score | None, Told | None]] = []
+        given: list[OfRow] = []
         for i, group in enumerate(called):
-            error = failures.get(i)
-            said = None if error is None else (error.what, error.rule, error.remedy)
-            values = [None] * len(group) if error is not None else found[i]
-            told += [(name, row[0], one, said) for row, one in zip(group, values, strict=True)]
-        return told
+            scores: Sequence[Score | RewardError]
+            if (error := failures.get(i)) is None:
+                scores = found[i]
+            else:
+                by = f"reward function {name_of(function)} {error.what} for row"
+                scores = [row_error(error.what, f"{by} {row[0]} on {where}", error.rule, error.remedy) for row in group]
+            given += [(name, row[0], score) for row, score in zip(group, scores, strict=True)]
+        return given
 
     def _share(
-        self, shared: list[Any], scores: dict[str, dict[int, Score]], errors: dict[str, dict[int, RewardError]],
-        asked: Sequence[int], where: str, stay: bool,
+        self, shared: list[OfRow], scores: dict[str, dict[int, Score]], errors: dict[str, dict[int, RewardError]],
+        asked: Sequence[int], stay: bool,
     ) -> Tensor:  # fmt: skip
-        """Take in what other ranks were told for rows of this one; of each component whether any rank has several
+        """Take in what other ranks were given for rows of this one; of each component whether any rank has several
         numbers a row, and whether any has one, [components, 2]: from this call, or of rows that stay."""
         communicator = self.context.communicator
         if any(over_of(function) for function, _ in self.components.values()):
             place = {int(self.batch.rows[i]): i for i in asked}
-            for name, number, one, told in communicator.shared_by_group(communicator.world_size, lambda: shared):
-                if number in place and told is None:
-                    scores[name][place[number]] = one
-                elif number in place:
-                    what, rule, remedy = told
-                    function = name_of(self.components[name][0])
-                    error = RewardError(f"reward function {function} {what} for row {number} on {where}", rule, remedy)
-                    error.what = what
-                    errors[name][place[number]] = error
+            for name, number, given in communicator.shared_by_group(communicator.world_size, lambda: shared):
+                if number in place:
+                    into: Any = errors if isinstance(given, RewardError) else scores
+                    into[name][place[number]] = given
         kinds = [
             [*(isinstance(one, list) for one in found.values()), *([isinstance(self._before(name), Ragged)] * stay)]
             for name, found in scores.items()
@@ -419,8 +423,8 @@ class Scoring:
         }
 
 
-def row_error(what: str, row: int, where: str) -> RewardError:
-    """Why a row has no score of a function that was not called with it."""
-    error = RewardError(f"row {row} on {where}: {what}")
+def row_error(what: str, message: str, rule: str = "", remedy: str = "") -> RewardError:
+    """Why a row has no score. what: in few words, for the column `failure`."""
+    error = RewardError(message, rule, remedy)
     error.what = what
     return error

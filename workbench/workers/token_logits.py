@@ -17,10 +17,10 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.models.heads import PackedModule
 from workbench.support.calls.pickling import name_of
 from workbench.workers.micro_batches import MicroBatch
+from workbench.workers.user_loss import kind_of
 
 OF_MODEL = ("logits", "hidden_states")  # what a loss may ask for, with a gradient
 
@@ -57,7 +57,7 @@ class Logits:
         for other in others:
             if not isinstance(other, Tensor) or other.shape[:2] != chosen_BR.shape:
                 raise BadInput(
-                    f"logits.map with {_kind(other)}",
+                    f"logits.map with {kind_of(other)}",
                     f"what goes with the logits is [rows, tokens, ...], here {list(chosen_BR.shape)}",
                     "write a number, or what has another shape, into the function itself",
                 )
@@ -69,7 +69,7 @@ class Logits:
             found = function(logits, *(other[place] for other in rows))
             if not isinstance(found, Tensor) or found.shape[:1] != logits.shape[:1]:
                 raise BadInput(
-                    f"{name_of(function)} returned {_kind(found)} for logits of shape {list(logits.shape)}",
+                    f"{name_of(function)} returned {kind_of(found)} for logits of shape {list(logits.shape)}",
                     f"it returns a number, or some, for each of the {len(logits)} tokens",
                     "reduce over the last dimension alone: dim=-1",
                 )
@@ -84,7 +84,7 @@ class Logits:
             return self._inside_BR
         if not isinstance(where, Tensor) or where.shape != self._inside_BR.shape or where.dtype != torch.bool:
             raise BadInput(
-                f"logits.map(where={_kind(where)})",
+                f"logits.map(where={kind_of(where)})",
                 f"it is a bool tensor of shape {list(self._inside_BR.shape)} [rows, tokens]",
             )
         return where & self._inside_BR
@@ -123,9 +123,3 @@ def _first(chosen_BR: Tensor) -> Tensor:
     first_BR = torch.zeros_like(chosen_BR)
     first_BR.view(-1)[:1] = True
     return first_BR
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {shown(value)}"

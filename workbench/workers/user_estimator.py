@@ -11,7 +11,7 @@ Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,9 @@ from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
 from workbench.workers.communicator import Communicator
-from workbench.workers.user_loss import Asked, UserFunction, call, check_function, check_names, kind_of, selected
+from workbench.workers.user_loss import Asked, UserFunction, call, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")
-COLUMN_OF = {"group": "prompt_uid"}
 AN_ESTIMATOR = "def estimator(rewards, group), which returns an advantage a response [rows], or a token [rows, tokens]"
 
 
@@ -49,46 +48,20 @@ class Signal:
     def column(self, name: str) -> str:
         """The column of this signal that an estimator asks for by the name that it has for rewards."""
         own = {"values": self.values, "final_values": self.final_values, "baseline_rewards": self.baseline}
-        return own.get(name, name)
+        return {**own, "group": "prompt_uid"}.get(name, name)
+
+    def columns(self, names: Collection[str]) -> tuple[str, ...]:
+        """The columns of what an estimator asks for, beside rewards and mask."""
+        return tuple(self.column(name) for name in names if name == "group" or name not in GIVEN)
 
 
 REWARD = Signal(scores="rewards", values="values", baseline="baseline_rewards", sign=1)
 COST = Signal(scores="costs", values="cost_values", baseline="baseline_costs", sign=-1)
 
 
-def check_estimator(function: UserFunction) -> None:
-    """Raise `BadInput` for one that cannot be called by the names of its parameters, or not be sent."""
-    check_function("estimator", function, AN_ESTIMATOR)
-
-
-def check_estimator_columns(arguments: Mapping[str, Any], model: object, names: Collection[str]) -> None:
-    """Raise `BadInput` where an estimator needs what a batch with these columns does not have."""
-    if callable(arguments["estimator"]):
-        check_names("estimator", arguments["estimator"], GIVEN, names)
-
-
-def estimator_columns(function: UserFunction, signal: Signal) -> tuple[str, ...]:
-    """The columns that an estimator needs, beside rewards and mask."""
-    return _columns(Asked.by(function).needed, signal)
-
-
 def reads_greedy(estimator: UserFunction | str) -> bool:
     """Whether scores of greedy responses are its baseline."""
     return "baseline_rewards" in Asked.by(estimator).names if callable(estimator) else estimator == "remax"
-
-
-def optional_columns(estimator: UserFunction | str, signals: Sequence[Signal]) -> tuple[str, ...]:
-    """What an estimator asks for with a default, of each signal, and what metrics are made of."""
-    names = Asked.by(estimator).optional if callable(estimator) else ()
-    return ("old_log_prob", "ref_log_prob", *(name for signal in signals for name in _columns(names, signal)))
-
-
-def _columns(names: Collection[str], signal: Signal) -> tuple[str, ...]:
-    return tuple(_column(name, signal) for name in names if name in COLUMN_OF or name not in GIVEN)
-
-
-def _column(name: str, signal: Signal) -> str:
-    return COLUMN_OF.get(name, signal.column(name))
 
 
 def estimated(
@@ -130,7 +103,7 @@ def estimated(
     inside_NT = everywhere.pad().bool()
     values: dict[str, Any] = {}
     for name in Asked.by(function).names:
-        column = batch.columns.get(_column(name, signal))
+        column = batch.columns.get(signal.column(name))
         if name == "rewards":
             column = scores_B
         elif name == "token_rewards":

@@ -37,7 +37,7 @@ from workbench.workers.micro_batches import MicroBatch, OnDevice
 UserFunction = Callable[..., Any]
 # names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
 OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
-TRY_IT = "call it in the notebook, with columns of batch.fetch()"
+TRY_IT = "call it in the notebook, with columns of batch.fetch(); lab.check(loss=, batch=) tries a loss of the actor"
 SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
 
 
@@ -113,18 +113,14 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
 class TokenFunction:
     """A loss of a role's update, called for one micro-batch at a time. What it asks for is looked up once.
 
-    argument: as in `check_function`. columns, mask: of the shard. Outside the mask the numbers of response columns are
-    0 for the function, so that what it makes of them there is finite. own, of_tokens: as in `checked_loss`.
-    remedy: for the message of the error where it raises.
+    columns, mask: of the shard. Outside the mask the numbers of response columns are 0 for the function, so that what
+    it makes of them there is finite. own: as in `checked_loss`.
     """
 
-    argument: str
     function: UserFunction
     columns: Table
     mask: Ragged
-    own: tuple[str, ...] = ()
-    of_tokens: tuple[str, ...] = ()
-    remedy: str = TRY_IT
+    own: tuple[str, ...]
 
     @cached_property
     def asked(self) -> tuple[str, ...]:
@@ -161,8 +157,8 @@ class TokenFunction:
                 values[name] = selected(padded(column), inside_BR)
             elif isinstance(column, Ragged):  # of other tokens, such as the prompt's
                 values[name] = to_device(column.take(index).pad(), inside_BR.device)
-        returned = call(self.argument, self.function, values, self.remedy)
-        return checked_loss(self.argument, self.function, returned, inside_BR.shape, self.own, self.of_tokens)
+        returned = call("loss", self.function, values)
+        return checked_loss(self.function, returned, inside_BR.shape, self.own)
 
     def rehearse(
         self,
@@ -199,7 +195,7 @@ def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:
     return torch.where(inside, x_BR, 0.0) if x_BR.is_floating_point() else x_BR
 
 
-def call(argument: str, function: UserFunction, values: Mapping[str, Any], remedy: str = TRY_IT) -> Any:
+def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> Any:
     """Call a function by the names of its parameters. Where it raises, a `StageError` names it. An error for want of
     memory is not replaced: the update then goes on with smaller micro-batches."""
     try:
@@ -209,7 +205,7 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any], remed
     except BaseException as error:
         if passes(error):
             raise
-        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", remedy) from error
+        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", TRY_IT) from error
 
 
 def told(error: BaseException) -> str:
@@ -223,20 +219,14 @@ def told(error: BaseException) -> str:
 
 
 def checked_loss(
-    argument: str,
-    function: UserFunction,
-    returned: Any,
-    shape: tuple[int, ...],
-    own: Collection[str] = (),
-    of_tokens: Collection[str] = (),
+    function: UserFunction, returned: Any, shape: tuple[int, ...], own: Collection[str] = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token [rows, tokens], and metrics, of what a function has returned. `BadInput` for what is
     another thing: another shape or dtype, or a loss without a gradient.
 
-    own: names of metrics that the role's update reports itself, beside OF_UPDATES. of_tokens: names of metrics that
-    have to be [rows, tokens].
+    own: names of metrics that the role's update reports itself, beside OF_UPDATES.
     """
-    what = f"{argument}={name_of(function)} returned"
+    what = f"loss={name_of(function)} returned"
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     rule = f"it returns the loss of each token, a tensor of shape {list(shape)} [rows, tokens], or (loss, metrics)"
     if not isinstance(loss, Tensor):
@@ -252,24 +242,14 @@ def checked_loss(
             "it has to depend on the parameter that has one",
             "leave out .detach(), .data, .item() and torch.no_grad() on the way to the loss",
         )
-    return loss, _checked_metrics(what, metrics, shape, (*OF_UPDATES, *own), of_tokens)
-
-
-def _checked_metrics(
-    what: str, metrics: Any, shape: tuple[int, ...], own: Collection[str], of_tokens: Collection[str]
-) -> dict[str, Tensor]:
     if not isinstance(metrics, Mapping):
         raise BadInput(f"{what} {kind_of(metrics)} as its metrics", "they are a dict from a name to a tensor")
-    found = {}
+    found, own = {}, (*OF_UPDATES, *own)
     for name, value in metrics.items():
         if not isinstance(name, str) or any(name.startswith(n) if n.endswith("/") else name == n for n in own):
             listed = ", ".join(f"{n}..." if n.endswith("/") else n for n in own)
             rule = f"a name is a text, and none of the update's own metrics: {listed}"
             raise BadInput(f"{what} a metric {name!r}", rule, "give it another name")
-        if name in of_tokens and isinstance(value, Tensor) and value.shape != shape:
-            rule = f"it is a tensor [rows, tokens] of shape {list(shape)}: ratio/max_deviation is over its tokens"
-            remedy = "return the ratio of each token, or give a ratio of rows another name"
-            raise BadInput(f"{what} {kind_of(value)} as metric {name!r}", rule, remedy)
         if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]) or value.is_complex():
             raise BadInput(
                 f"{what} {kind_of(value)} as metric {name!r}",
@@ -277,13 +257,13 @@ def _checked_metrics(
                 "over the tokens inside the mask, or over the rows, is reported",
             )
         found[name] = value.detach().float() if not value.is_floating_point() else value.detach()
-    return found
+    return loss, found
 
 
 def kind_of(value: Any) -> str:
     """What a function has returned, for messages."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return f"{type(value).__name__} {shown(value)}"
 
 

@@ -20,8 +20,7 @@ from workbench.settings.engines import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
-from workbench.workers.process_groups import parallel_groups
+from workbench.workers.communicator import Communicator, parallel_groups
 from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 

@@ -146,7 +146,7 @@ def test_the_key_of_another_user_signs_nothing_here(
 
 def test_a_pickle_that_is_swapped_after_it_was_checked_is_not_loaded(copy: Path, tmp_path: Path) -> None:
     """The bytes that are unpickled are those whose checksum was taken."""
-    from workbench.workers.role_files import RoleFiles, read_role
+    from workbench.workers.role_state import RoleFiles, read_role
 
     found, made = find_checkpoint(copy), tmp_path / "made"
     found.verify()

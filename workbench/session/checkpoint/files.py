@@ -7,7 +7,7 @@
     controller.pkl      the description of the workbench, with its functions and worker classes, and what workers add
                         (`Worker.extra_state`): the only pickle, but for states of workers of the user's own. Pickles
                         are loaded only where the manifest names them and this user has signed it
-    roles/<role>/       see `workbench.workers.role_files`; model/ is loaded by transformers and vLLM
+    roles/<role>/       see `workbench.workers.role_state`; model/ is loaded by transformers and vLLM
     made/               batches of an iteration that was under way
 
 It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is

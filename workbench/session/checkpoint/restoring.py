@@ -17,8 +17,7 @@ from workbench.session.checkpoint.saving import saved_parts
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 from workbench.support.flat_settings import flat
-from workbench.workers.role_files import RoleFiles
-from workbench.workers.role_state import RankState
+from workbench.workers.role_state import RankState, RoleFiles
 
 if TYPE_CHECKING:
     from workbench.config.description import Description

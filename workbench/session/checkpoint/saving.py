@@ -27,7 +27,7 @@ from workbench.stages.counters import Counters
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.support.files import new_or_empty, path_of, write_bytes
-from workbench.workers.role_files import RoleFiles
+from workbench.workers.role_state import RoleFiles
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm

@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
-import functools
 import inspect
 import io
 import os
@@ -84,12 +83,10 @@ def _note_handlers() -> None:
     if set_handler.__name__ == "noted":
         return
 
-    @functools.wraps(set_handler)
-    def noted(*given: Any) -> Any:
+    def noted(signalnum: Any, handler: Any) -> Any:
         _signals.asked |= threading.current_thread() is not threading.main_thread()
-        return set_handler(*given)
+        return set_handler(signalnum, handler)
 
-    noted.__name__ = "noted"
     signal.signal = noted
 
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
 from workbench.engines.training import Pass
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
@@ -28,31 +28,35 @@ from workbench.models.heads import PackedModule
 from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.covariance import CovarianceLoss, KLCov
 from workbench.objectives.kl import KLLoss
 from workbench.objectives.losses import PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import at_least, checked
-from workbench.workers.held_back import HELD_BACK, covariance_function, held_back_tokens
+from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
+from workbench.workers.model_worker import check_update
 from workbench.workers.passes import (
     LOG_PROB_TEMPERATURE,
     Term,
-    check_temperature,
+    ZeroToOne,
     chosen,
     mean_of,
     old_log_prob_temperature,
     sampling_temperature,
 )
-from workbench.workers.policy_tokens import PolicyTokens, rollout_weights
+from workbench.workers.policy_tokens import (
+    HELD_BACK,
+    PolicyTokens,
+    covariance_function,
+    held_back_tokens,
+    rollout_weights,
+)
 from workbench.workers.roles.distillation import DistilledWorker
 from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
-from workbench.workers.roles.trained import check_update
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
 from workbench.workers.token_logits import OF_MODEL, stand_ins
 from workbench.workers.user_loss import (
@@ -72,7 +76,6 @@ OWN_METRICS = (
     "entropy", "approximate_kl", "kl_loss", "pretrain_loss", "sft_loss", "ratio/", "rollout_ratio/", "rollout_gap/",
     "old_log_prob/", "correction/",
 )  # fmt: skip
-OF_TOKENS = ("ratio",)
 A_LOSS = "def loss(log_prob, old_log_prob, advantages, mask), which returns the loss of each token [rows, tokens]"
 
 
@@ -88,22 +91,11 @@ def token_function(
     if isinstance(loss, CovarianceLoss):
         return covariance_function(loss, clip, clip_high)
 
-    return partial(_named_loss, loss=loss, clip=clip, clip_high=clip_high, dual_clip=dual_clip)
+    def named(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
+        return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
 
-
-def _named_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    loss: PolicyLoss,
-    clip: float | None,
-    clip_high: float | None,
-    dual_clip: float | None,
-) -> Any:
-    loss_BR, stats = policy_loss(loss, log_prob, old_log_prob, advantages, mask, clip, clip_high, dual_clip)
-    return loss_BR, {"ratio": stats.ratio_BT, "clip_fraction": stats.clipped_BT.float()}
+    return named
 
 
 def _asked(arguments: Mapping[str, Any]) -> Asked:
@@ -135,14 +127,6 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
-    check_temperature(arguments)
-    if arguments["clip"] is not None:
-        within("clip", arguments["clip"], 0, 1)
-    for name in ("kl_coefficient", "pretrain_coefficient", "sft_coefficient"):
-        at_least(name, arguments[name], 0)
-    for name in ("clip_high", "dual_clip"):
-        if arguments[name] is not None:
-            at_least(name, arguments[name], 0 if name == "clip_high" else 1)
     if callable(loss := arguments["loss"]):
         check_function("loss", loss, A_LOSS, one_of=WITH_GRADIENT)
         for name in ("clip", "clip_high", "dual_clip"):
@@ -158,11 +142,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
         raise BadInput(f"{given} with loss={loss!r}", why, "leave it out")
     if arguments["dual_clip"] is not None and arguments["loss"] != "ppo":
         raise BadInput(f"dual_clip with loss={arguments['loss']!r}", "a dual clip is one of PPO's", "leave it out")
-    correction = arguments["correction"]
-    if correction is not None and not isinstance(correction, Correction):
-        raise BadInput(f"correction={shown(correction)}", "must be a wb.Correction(...), or None")
-    checked("on_policy", arguments["on_policy"], bool)
-    covariance = isinstance(loss, CovarianceLoss)
+    correction, covariance = arguments["correction"], isinstance(loss, CovarianceLoss)
     if arguments["on_policy"] and (correction is not None or arguments["epochs"] > 1 or covariance):
         which = "a correction" if correction is not None else f"epochs={arguments['epochs']}"
         which = f"loss={loss!r}" if covariance else which
@@ -218,9 +198,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         optional=("rollout_log_prob", "response_mask", "demonstrated", *MASK_COLUMNS, *COUNTING),
         writes=("old_log_prob",),
         minibatched=True,
-        check=check_temperature,
     )
-    def compute_log_prob(self, batch: Shard, *, temperature: float | None = None) -> Output:
+    def compute_log_prob(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature); of rollouts
         with a sampling mask (`keep_mask`) over the tokens that could be drawn, and so is their entropy.
 
@@ -261,9 +240,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         optional=(*MASK_COLUMNS, *COUNTING),
         writes=("gradient_norm",),
         minibatched=True,
-        check=check_temperature,
     )
-    def compute_gradient_norm(self, batch: Shard, *, temperature: float | None = None) -> Output:
+    def compute_gradient_norm(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `gradient_norm` [rows]: |grad log pi(response | prompt)|, the norm over all trained weights of the
         gradient of the response's log-probability, the sum over the tokens of `response_mask`.
 
@@ -313,19 +291,19 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         batch: Shard,
         *,
         loss: PolicyLoss | CovarianceLoss | Callable[..., Any] = "ppo",
-        clip: float | None = None,
-        clip_high: float | None = None,
-        dual_clip: float | None = None,
-        epochs: int = 1,
+        clip: ZeroToOne | None = None,
+        clip_high: NonNegativeFloat | None = None,
+        dual_clip: Annotated[Number, Field(ge=1)] | None = None,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
         entropy_coefficient: float = 0.0,
-        kl_coefficient: float = 0.0,
+        kl_coefficient: NonNegativeFloat = 0.0,
         kl: KLLoss = "k3",
         correction: Correction | None = None,
-        pretrain_coefficient: float = 0.0,
-        sft_coefficient: float = 0.0,
-        temperature: float | None = None,
+        pretrain_coefficient: NonNegativeFloat = 0.0,
+        sft_coefficient: NonNegativeFloat = 0.0,
+        temperature: PositiveFloat | None = None,
         on_policy: bool = False,
     ) -> Output:
         """A policy update, one optimizer step a minibatch and epoch.
@@ -377,13 +355,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         if "old_log_prob" in batch.columns and not on_policy:
             check_same_tokens(batch, sampling_mask)
         function = TokenFunction(
-            argument="loss",
             function=token_function(loss, clip, clip_high, dual_clip),
             columns=batch.columns,
             mask=batch.valid_mask,
             own=OWN_METRICS,
-            of_tokens=OF_TOKENS,
-            remedy="lab.check(loss=, batch=) tries it on a batch before an update",
         )
         if callable(loss):
             function.rehearse(GRADIENTS, of_model=partial(stand_ins, module=cast(PackedModule, self.engine.module)))

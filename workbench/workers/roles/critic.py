@@ -21,11 +21,11 @@ from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.losses import value_loss
 from workbench.support.calls.pickling import name_of
-from workbench.support.validation import at_least
+from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term, mean_of
-from workbench.workers.roles.trained import TrainedWorker, check_update
-from workbench.workers.user_loss import Asked, TokenFunction, UserFunction, check_function, check_names, reported
+from workbench.workers.user_loss import Asked, TokenFunction, check_function, check_names, reported
 from workbench.workers.worker import Context
 
 CLIP = 0.2
@@ -35,8 +35,6 @@ A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of
 
 def _check_update(arguments: Mapping[str, Any]) -> None:
     check_update(arguments)
-    if arguments["clip"] is not None:
-        at_least("clip", arguments["clip"], 0, strictly=True)
     if (loss := arguments["loss"]) is not None:
         check_function("loss", loss, A_LOSS, one_of=("values",))
         if arguments["clip"] not in (None, CLIP):
@@ -81,6 +79,8 @@ _regresses = partial(
 class CriticWorker(TrainedWorker):
     """A model with a value head: `values[t]` is the value of the state in which response token t is chosen."""
 
+    columns = ("values", "returns")
+
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
         module = load_token_values(
@@ -94,30 +94,7 @@ class CriticWorker(TrainedWorker):
 
         final: also `final_values` [rows], those after the last token, for `compute_advantages(bootstrap=True)`.
         """
-        return self._values(batch, "values", final)
-
-    @_regresses(reads=_reads("values", "returns"))
-    def update_critic(
-        self,
-        batch: Shard,
-        *,
-        loss: Callable[..., Any] | None = None,
-        clip: float | None = CLIP,
-        epochs: int = 1,
-        aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
-    ) -> Output:
-        """Regress values on `returns`, one optimizer step a minibatch and epoch.
-
-        loss: a function in place of the squared error, as `update_actor(loss=)` takes: it asks by name for `values`
-        (with gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
-        clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
-        aggregation: how token losses become one, see `workbench.objectives.aggregation`.
-        """
-        return self._regress(batch, "values", "returns", loss, clip, epochs, aggregation, max_response_tokens)
-
-    def _values(self, batch: Shard, column: str, final: bool) -> Output:
-        scatter, final_B = Scatter(batch.ragged("response_ids")), torch.zeros(len(batch))
+        scatter, final_B, column = Scatter(batch.ragged("response_ids")), torch.zeros(len(batch)), self.columns[0]
 
         def inputs(micro: MicroBatch) -> Mapping[str, Any]:
             if not final:
@@ -131,31 +108,36 @@ class CriticWorker(TrainedWorker):
             if final and micro.weight:
                 final_B[micro.index] = output[tokens:].float().cpu()
         values = scatter.column()
-        columns: Table = {column: values}
-        if final:
-            columns[f"final_{column}"] = final_B
+        columns: Table = {column: values, **({f"final_{column}": final_B} if final else {})}
         return Output(columns=columns, metrics={f"{column}/mean": mean_of(values, batch)})
 
-    def _regress(
+    @_regresses(reads=_reads("values", "returns"))
+    def update_critic(
         self,
         batch: Shard,
-        values_column: str,
-        returns_column: str,
-        loss: UserFunction | None,
-        clip: float | None,
-        epochs: int,
-        aggregation: Aggregation,
-        max_response_tokens: int | None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        clip: PositiveFloat | None = CLIP,
+        epochs: PositiveInt = 1,
+        aggregation: Aggregation = "token-mean",
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
-        old, returns, mask = batch.ragged(values_column), batch.ragged(returns_column), batch.valid_mask
+        """Regress values on `returns`, one optimizer step a minibatch and epoch.
+
+        loss: a function in place of the squared error, as `update_actor(loss=)` takes: it asks by name for `values`
+        (with gradient), `old_values` (the column `values`), `returns`, `mask`, and columns of the batch.
+        clip: new values stay within this distance of `values` (PPO's value clipping); None: no clipping.
+        aggregation: how token losses become one, see `workbench.objectives.aggregation`.
+        """
+        old, returns = (batch.ragged(name) for name in self.columns)
+        mask, of_values, of_returns = batch.valid_mask, *(f"{name}/" for name in self.columns)
 
         def squared_error(values: Tensor, old_values: Tensor, returns: Tensor) -> Any:
             loss_BR, stats = value_loss(values, old_values, returns, clip=clip)
             return loss_BR, {"value_clip_fraction": stats.clipped_BT.float()}
 
-        used = squared_error if loss is None else loss
-        own = ("value_error", f"{values_column}/", f"{returns_column}/")
-        function = TokenFunction(argument="loss", function=used, columns=batch.columns, mask=mask, own=own)
+        own = ("value_error", of_values, of_returns)
+        function = TokenFunction(function=loss or squared_error, columns=batch.columns, mask=mask, own=own)
         if loss is not None:
             function.rehearse(("values",), {"old_values": old, "returns": returns})
 
@@ -168,30 +150,28 @@ class CriticWorker(TrainedWorker):
             return loss_BR, {
                 "value_error": mean((new_BR - returns_BR) ** 2),
                 **{name: reported(micro, values, mask_BR) for name, values in told.items()},
-                f"{values_column}/mean": mean(new_BR),
-                f"{returns_column}/mean": mean(returns_BR),
+                f"{of_values}mean": mean(new_BR),
+                f"{of_returns}mean": mean(returns_BR),
             }
 
         term = Term(
-            shard=batch,
-            inputs=lambda micro: micro.inputs,
-            loss=token_loss,
-            aggregation=aggregation,
+            shard=batch, inputs=lambda micro: micro.inputs, loss=token_loss, aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-        )
+        )  # fmt: skip
         return self.steps(term, epochs=epochs)
 
 
 class CostCriticWorker(CriticWorker):
     """The second critic of Safe-RLHF, of future costs: a model, an optimizer and a place of its own."""
 
+    columns = ("cost_values", "cost_returns")
     compute_values = None  # type: ignore[assignment]
     update_critic = None  # type: ignore[assignment]
 
     @_estimates(writes=lambda arguments: ("cost_values", *(["final_cost_values"] if arguments["final"] else [])))
     def compute_cost_values(self, batch: Shard, *, final: bool = False) -> Output:
         """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
-        return self._values(batch, "cost_values", final)
+        return CriticWorker.compute_values(self, batch, final=final)
 
     @_regresses(reads=_reads("cost_values", "cost_returns"))
     def update_cost_critic(
@@ -199,10 +179,13 @@ class CostCriticWorker(CriticWorker):
         batch: Shard,
         *,
         loss: Callable[..., Any] | None = None,
-        clip: float | None = CLIP,
-        epochs: int = 1,
+        clip: PositiveFloat | None = CLIP,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
         """Regress cost values on `cost_returns`, as `update_critic` does values on `returns`."""
-        return self._regress(batch, "cost_values", "cost_returns", loss, clip, epochs, aggregation, max_response_tokens)
+        return CriticWorker.update_critic(
+            self, batch, loss=loss, clip=clip, epochs=epochs, aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )  # fmt: skip

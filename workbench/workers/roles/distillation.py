@@ -28,12 +28,11 @@ from workbench.models.loading import Limits
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.arguments import within
 from workbench.objectives.distillation import coarsened, divergence
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
-from workbench.workers.passes import Term, check_temperature, sampling_temperature
-from workbench.workers.roles.trained import TrainedWorker, check_update
+from workbench.workers.model_worker import TrainedWorker, check_update
+from workbench.workers.passes import Term, ZeroToOne, sampling_temperature
 
 TEACHER_COLUMNS = ("teacher_ids", "teacher_log_prob", "teacher_tail_log_prob")
 # The batch's meta key of the temperature of the teacher's log-probabilities.
@@ -98,13 +97,6 @@ def teacher_columns(read: Ragged, k: int) -> dict[str, ColumnValues]:
     }
 
 
-def check_teacher(arguments: Mapping[str, Any]) -> None:
-    check_temperature(arguments)
-    whole("top_k", arguments["top_k"], 1)
-    if arguments["vocabulary"] is not None:
-        whole("vocabulary", arguments["vocabulary"], 1)
-
-
 def check_top_k(arguments: Mapping[str, Any], model: Model) -> None:
     sizes = (arguments["vocabulary"], None if model.name is None else Limits.of(model.name).vocabulary)
     size = min((size for size in sizes if size is not None), default=arguments["top_k"])
@@ -112,11 +104,6 @@ def check_top_k(arguments: Mapping[str, Any], model: Model) -> None:
         raise BadInput(
             f"top_k={arguments['top_k']}", f"the teacher chooses among {size} tokens", f"take at most top_k={size}"
         )
-
-
-def check_distillation(arguments: Mapping[str, Any]) -> None:
-    check_update(arguments)
-    within("beta", arguments["beta"], 0, 1)
 
 
 class DistilledWorker(TrainedWorker):
@@ -128,16 +115,16 @@ class DistilledWorker(TrainedWorker):
         optional=("valid",),
         minibatched=True,
         updates=True,
-        check=check_distillation,
+        check=check_update,
     )
     def update_distill(
         self,
         batch: Shard,
         *,
-        beta: float = 1.0,
-        epochs: int = 1,
+        beta: ZeroToOne = 1.0,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
         """Learn the teacher's distribution at each response token, one optimizer step a minibatch and epoch.
 

@@ -4,7 +4,7 @@ for rollout workers in another pool."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,32 +18,26 @@ from workbench.messages.protocols import ONE_TO_ALL
 from workbench.models import load_tokenizer
 from workbench.models.lora import without_adapter
 from workbench.models.spec import Model
-from workbench.settings.engines import SYNC_STRATEGIES
-from workbench.support.validation import one_of
+from workbench.settings.engines import SyncStrategy
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
     compare_weights,
     differing_weights,
+    metrics_of_adapter,
     probe_gap,
     probe_ids,
     trainer_log_probs,
 )
-from workbench.workers.model_worker import log_probs_of
+from workbench.workers.model_worker import TrainedWorker, log_probs_of
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.roles.trained import TrainedWorker
-from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
 from workbench.workers.weight_transition import WeightTransitions
 from workbench.workers.worker import Context
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def check_strategy(arguments: Mapping[str, Any]) -> None:
-    one_of("strategy", arguments["strategy"], (None, *SYNC_STRATEGIES))
 
 
 class HybridWorker(TrainedWorker, SamplingWorker):
@@ -130,8 +124,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._sync()
         self._leave_to_generator()
 
-    @register(ONE_TO_ALL, generates=True, check=check_strategy)
-    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
+    @register(ONE_TO_ALL, generates=True)
+    def sync_weights(self, *, strategy: SyncStrategy | None = None) -> dict[str, float]:
         """Give the generation engine the trainer's weights now, if it lacks them; the sync's figures, by rank.
 
         strategy: one of `Generation.strategy`'s for this sync, which is then done in any case; only for an actor whose

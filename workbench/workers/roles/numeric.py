@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import CONTEXT_STARTS
@@ -14,12 +16,13 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
+from workbench.models.spec import Model
 from workbench.objectives.arguments import within
 from workbench.objectives.correction import Correction
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import KLKind, kl_estimate
 from workbench.objectives.lagrangian import MAX_MULTIPLIER, lagrangian
-from workbench.support.validation import whole
+from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, PositiveInt
 from workbench.workers.advantages import (
     BY_TURN,
     GROUPED,
@@ -28,26 +31,24 @@ from workbench.workers.advantages import (
     Estimation,
     Estimator,
     MacroTokens,
-    Options,
     with_baselines,
 )
+from workbench.workers.passes import ZeroToOne
 from workbench.workers.user_estimator import (
+    AN_ESTIMATOR,
     COST,
+    GIVEN,
     REWARD,
     Signal,
-    check_estimator,
-    check_estimator_columns,
-    estimator_columns,
-    optional_columns,
 )
-from workbench.workers.user_loss import UserFunction
+from workbench.workers.user_loss import Asked, UserFunction, check_function, check_names
 from workbench.workers.worker import Worker
 
 
 def _scored(signal: Signal, estimator: Estimator | UserFunction) -> tuple[str, ...]:
     """The columns of a signal that an estimator needs."""
     if callable(estimator):
-        return signal.scores, *estimator_columns(estimator, signal)
+        return signal.scores, *signal.columns(Asked.by(estimator).needed)
     critics = dict.fromkeys(WITH_CRITIC, (signal.values,))
     return signal.scores, *{**critics, "remax": (signal.baseline,)}.get(estimator, ())
 
@@ -76,11 +77,13 @@ def advantage_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     status = () if arguments["count_invalid"] else ("valid", "baseline_valid")
     estimator = arguments["estimator"]
-    of_estimator = optional_columns(estimator, _signals(arguments))
-    own = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}
-    of_estimator = (*of_estimator, *(() if callable(estimator) else own.get(estimator, ())))
+    if callable(estimator):
+        asked = Asked.by(estimator).optional
+        of_estimator = tuple(name for signal in _signals(arguments) for name in signal.columns(asked))
+    else:
+        of_estimator = {"grpo_process": ("step_ends",), "off_policy_baseline": ("gradient_norm",)}.get(estimator, ())
     contexts = (CONTEXT_STARTS,) if arguments["overlong_buffer"] else ()
-    return tuple(dict.fromkeys((*of_estimator, *status, *contexts, "counted")))
+    return tuple(dict.fromkeys(("old_log_prob", "ref_log_prob", *of_estimator, *status, *contexts, "counted")))
 
 
 def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -90,9 +93,7 @@ def _written(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _check(arguments: Mapping[str, Any]) -> None:
     if callable(arguments["estimator"]):
-        check_estimator(arguments["estimator"])
-    for name in ("gamma", "lam"):
-        within(name, arguments[name], 0, 1)
+        check_function("estimator", arguments["estimator"], AN_ESTIMATOR)
     if arguments["bootstrap"] and (arguments["estimator"] not in WITH_CRITIC or arguments["macro_tokens"] != 1):
         raise BadInput(
             f"bootstrap=True with estimator={arguments['estimator']!r}, macro_tokens={arguments['macro_tokens']!r}",
@@ -104,11 +105,6 @@ def _check(arguments: Mapping[str, Any]) -> None:
             "its baseline is the best one for the weights of the update",
             "give the wb.Correction(...) that update_actor is given",
         )
-    within("kl_coefficient", arguments["kl_coefficient"], 0)
-    if arguments["multiplier"] is not None:
-        within("multiplier", arguments["multiplier"], 0, MAX_MULTIPLIER)
-    if not isinstance(arguments["macro_tokens"], str):
-        whole("macro_tokens", arguments["macro_tokens"])
     if arguments["macro_tokens"] != 1 and arguments["estimator"] != "gae":
         raise BadInput(
             f"macro_tokens={arguments['macro_tokens']!r} with estimator={arguments['estimator']!r}",
@@ -124,6 +120,11 @@ def _check(arguments: Mapping[str, Any]) -> None:
         within("overlong_buffer", arguments["overlong_buffer"], 0, arguments["max_response_tokens"])
 
 
+def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection[str]) -> None:
+    if callable(arguments["estimator"]):
+        check_names("estimator", arguments["estimator"], GIVEN, names)
+
+
 class NumericWorker(Worker):
     """Runs in the actor's pool."""
 
@@ -134,24 +135,24 @@ class NumericWorker(Worker):
         writes=_written,
         minibatched=True,
         check=_check,
-        check_columns=check_estimator_columns,
+        check_columns=_check_columns,
     )
     def compute_advantages(
         self,
         batch: Shard,
         *,
         estimator: Estimator | Callable[..., Any] = "gae",
-        gamma: float = 1.0,
-        lam: float = 0.95,
+        gamma: ZeroToOne = 1.0,
+        lam: ZeroToOne = 0.95,
         bootstrap: bool = False,
         macro_tokens: MacroTokens = 1,
-        kl_coefficient: float = 0.0,
+        kl_coefficient: NonNegativeFloat = 0.0,
         kl: KLKind = "k1",
-        overlong_buffer: int = 0,
-        max_response_tokens: int | None = None,
+        overlong_buffer: NonNegativeInt = 0,
+        max_response_tokens: PositiveInt | None = None,
         whiten_advantages: bool | None = None,
         correction: Correction | None = None,
-        multiplier: float | None = None,
+        multiplier: Annotated[Number, Field(ge=0, le=MAX_MULTIPLIER)] | None = None,
         count_invalid: bool = False,
     ) -> Output:
         """Advantages and returns from rewards, a number a response token.
@@ -193,20 +194,19 @@ class NumericWorker(Worker):
         """
         metrics: Metrics = {}
         counting = with_baselines(batch, estimator, count_invalid, self.context.communicator, metrics)
-        options = Options(
-            estimator=estimator, gamma=gamma, lam=lam, bootstrap=bootstrap, macro_tokens=macro_tokens,
+        estimation = Estimation(
+            given=batch, batch=counting, communicator=self.context.communicator, metrics=metrics, estimator=estimator,
+            gamma=gamma, lam=lam, bootstrap=bootstrap, macro_tokens=macro_tokens,
             kl_coefficient=kl_coefficient, kl=kl, overlong_buffer=overlong_buffer,
             max_response_tokens=max_response_tokens, correction=correction,
         )  # fmt: skip
-        estimation = Estimation(options, batch, counting, self.context.communicator, metrics)
         rewards_BT, advantages_BT, returns_BT = estimation.of(REWARD)
         columns = {"token_rewards": rewards_BT, "returns": returns_BT}
         estimation.note_mean("returns", returns_BT, estimation.tokens)
         if multiplier is not None:
-            costs = estimation.of(COST)
-            columns["cost_returns"] = costs.returns_BT
-            estimation.note_mean("cost_returns", costs.returns_BT, estimation.tokens)
-            advantages_BT = lagrangian(advantages_BT, costs.advantages_BT, multiplier)
+            _, of_costs_BT, columns["cost_returns"] = estimation.of(COST)
+            estimation.note_mean("cost_returns", columns["cost_returns"], estimation.tokens)
+            advantages_BT = lagrangian(advantages_BT, of_costs_BT, multiplier)
             metrics["multiplier"] = Mean(total=multiplier, count=1)
         if whiten_advantages or (whiten_advantages is None and estimator in WHITENED):
             total = self.context.communicator.all_reduce(moments(advantages_BT, estimation.mask_BT))

@@ -1,20 +1,23 @@
-"""Pairs as rows: each pair becomes two rows, side by side. Suffix P: pairs of a micro-batch."""
+"""Pairs as rows: each pair becomes two rows, side by side; rated answers as rows.
+
+Suffix P: pairs of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import ColumnValues, Ragged
 from workbench.engines.training.groups import Collectives
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.objectives.preference import binomial_interval
-from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, minibatch_indices
 from workbench.workers.passes import PassWorker, RowReading, Term
 
 PAIR_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -98,3 +101,34 @@ def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metr
         return {}
     low, high = binomial_interval(right, pairs)
     return {"accuracy/low": Mean(total=low, count=1), "accuracy/high": Mean(total=high, count=1)}
+
+
+# --- rated answers ----------------------------------------------------------------------------------------------------
+
+FEEDBACK_COLUMNS = ("prompt_ids", "response_ids", "mismatched_ids")
+REFERENCE_FEEDBACK_COLUMNS = ("ref_response_log_prob", "ref_mismatched_log_prob")
+
+
+def as_answers(batch: Shard, answers: str) -> Shard:
+    """Rows of prompt and one column of answers. `response_mask` is 1 on the last token of every answer: a row's loss
+    counts there."""
+    responses = batch.ragged(answers)
+    columns: dict[str, ColumnValues] = {
+        "prompt_ids": batch.ragged("prompt_ids"),
+        "response_ids": responses,
+        "response_mask": last_tokens(responses),
+    }
+    return replace(batch, columns=columns)
+
+
+def minibatch_of(batch: Shard, number: int) -> Shard:
+    """One minibatch of a shard, as a shard."""
+    rows = list(minibatch_indices(batch.minibatch_sizes))[number]
+    columns = {name: _taken(column, rows) for name, column in batch.columns.items()}
+    return replace(batch, columns=columns, rows=batch.rows[rows], minibatch_sizes=(len(rows),))
+
+
+def _taken(column: ColumnValues, rows: Sequence[int]) -> ColumnValues:
+    if isinstance(column, Ragged):
+        return column.take(rows)
+    return [column[row] for row in rows] if isinstance(column, list) else column[list(rows)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.schema import COUNTING
@@ -16,38 +16,28 @@ from workbench.messages.protocols import THREE_D_PROTO
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
-from workbench.objectives.arguments import within
 from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss
-from workbench.support.validation import at_least, whole
+from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, on_host
+from workbench.workers.model_worker import TrainedWorker
 from workbench.workers.passes import ANSWER_LOG_PROBS, Term
-from workbench.workers.roles.feedback import (
-    FEEDBACK_COLUMNS,
-    REFERENCE_FEEDBACK_COLUMNS,
-    as_answers,
-    minibatch_of,
-)
 from workbench.workers.roles.pairs import (
+    FEEDBACK_COLUMNS,
     PAIR_COLUMNS,
     REFERENCE_COLUMNS,
+    REFERENCE_FEEDBACK_COLUMNS,
     accuracy_bounds,
+    as_answers,
+    minibatch_of,
     pair_metrics,
     pair_term,
     pair_values,
 )
-from workbench.workers.roles.trained import TrainedWorker
 
 PairObjective = Literal["dpo", "ipo", "orpo"]
+Smoothing = Annotated[Number, Field(ge=0, le=0.5)]
 REWARDS = ("chosen_rewards", "rejected_rewards")
 LOG_ODDS = ("chosen_log_odds", "rejected_log_odds")
-
-
-def _check(arguments: Mapping[str, Any]) -> None:
-    at_least("beta", arguments["beta"], 0, strictly=True)
-    whole("epochs", arguments.get("epochs", 1), 1)
-    within("label_smoothing", arguments.get("label_smoothing", 0.0), 0.0, 0.5)
-    for name in ("desirable_weight", "undesirable_weight"):
-        at_least(name, arguments.get(name, 1.0), 0)
 
 
 class PairLosses:
@@ -92,10 +82,14 @@ class PreferenceWorker(TrainedWorker):
         optional=(*REFERENCE_COLUMNS, *COUNTING),
         writes=("chosen_log_prob", "rejected_log_prob"),
         minibatched=True,
-        check=_check,
     )
     def compute_pair_log_prob(
-        self, batch: Shard, *, objective: PairObjective = "dpo", beta: float = 0.1, label_smoothing: float = 0.0
+        self,
+        batch: Shard,
+        *,
+        objective: PairObjective = "dpo",
+        beta: PositiveFloat = 0.1,
+        label_smoothing: Smoothing = 0.0,
     ) -> Output:
         """Columns `chosen_log_prob`, `rejected_log_prob` [rows]: log-probabilities of the whole answers of each pair,
         summed over their tokens, nats.
@@ -119,9 +113,10 @@ class PreferenceWorker(TrainedWorker):
         reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
         minibatched=True,
         updates=True,
-        check=_check,
     )
-    def update_dpo(self, batch: Shard, *, beta: float = 0.1, label_smoothing: float = 0.0, epochs: int = 1) -> Output:
+    def update_dpo(
+        self, batch: Shard, *, beta: PositiveFloat = 0.1, label_smoothing: Smoothing = 0.0, epochs: PositiveInt = 1
+    ) -> Output:
         """Direct preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.dpo_loss`.
 
@@ -136,9 +131,8 @@ class PreferenceWorker(TrainedWorker):
         reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
         minibatched=True,
         updates=True,
-        check=_check,
     )
-    def update_ipo(self, batch: Shard, *, beta: float = 0.1, epochs: int = 1) -> Output:
+    def update_ipo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
         """Identity preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.ipo_loss`.
 
@@ -147,8 +141,8 @@ class PreferenceWorker(TrainedWorker):
         """
         return self._update_on_pairs(PairLosses(batch, "ipo", beta), batch, epochs)
 
-    @register(THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True, updates=True, check=_check)
-    def update_orpo(self, batch: Shard, *, beta: float = 0.1, epochs: int = 1) -> Output:
+    @register(THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True, updates=True)
+    def update_orpo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
         """Odds ratio preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.orpo_loss`. It needs no reference.
 
@@ -166,15 +160,14 @@ class PreferenceWorker(TrainedWorker):
         optional=("desirable", *REFERENCE_FEEDBACK_COLUMNS, *COUNTING),
         writes=("response_log_prob", "mismatched_log_prob"),
         minibatched=True,
-        check=_check,
     )
     def compute_feedback_log_prob(
         self,
         batch: Shard,
         *,
-        beta: float = 0.1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
+        beta: PositiveFloat = 0.1,
+        desirable_weight: NonNegativeFloat = 1.0,
+        undesirable_weight: NonNegativeFloat = 1.0,
     ) -> Output:
         """Columns `response_log_prob`, `mismatched_log_prob` [rows]: log-probabilities of each row's whole answer, and
         of the answer to another prompt, summed over their tokens, nats.
@@ -199,16 +192,15 @@ class PreferenceWorker(TrainedWorker):
         reads=(*FEEDBACK_COLUMNS, "desirable", *REFERENCE_FEEDBACK_COLUMNS),
         minibatched=True,
         updates=True,
-        check=_check,
     )
     def update_kto(
         self,
         batch: Shard,
         *,
-        beta: float = 0.1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        epochs: int = 1,
+        beta: PositiveFloat = 0.1,
+        desirable_weight: NonNegativeFloat = 1.0,
+        undesirable_weight: NonNegativeFloat = 1.0,
+        epochs: PositiveInt = 1,
     ) -> Output:
         """Kahneman-Tversky optimization, one optimizer step a minibatch (of rated answers) and epoch; see
         `workbench.objectives.preference.kto_loss`.

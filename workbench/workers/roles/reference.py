@@ -22,20 +22,25 @@ from workbench.messages.shards import Shard
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.settings.precision import PRECISIONS, Precision
-from workbench.workers.micro_batches import MicroBatch, Scatter
+from workbench.support.validation import PositiveFloat, PositiveInt
+from workbench.workers.micro_batches import MicroBatch
 from workbench.workers.model_worker import ModelWorker, log_probs_of
-from workbench.workers.passes import ANSWER_LOG_PROBS, PassWorker, check_temperature, mean_of, sampling_temperature
+from workbench.workers.passes import ANSWER_LOG_PROBS, PassWorker, mean_of, sampling_temperature
 from workbench.workers.precision import computing_in
 from workbench.workers.roles.distillation import (
     TEACHER_COLUMNS,
     TEACHER_TEMPERATURE,
     TopK,
-    check_teacher,
     check_top_k,
     teacher_columns,
 )
-from workbench.workers.roles.feedback import FEEDBACK_COLUMNS, REFERENCE_FEEDBACK_COLUMNS, as_answers
-from workbench.workers.roles.pairs import PAIR_COLUMNS, pair_values
+from workbench.workers.roles.pairs import (
+    FEEDBACK_COLUMNS,
+    PAIR_COLUMNS,
+    REFERENCE_FEEDBACK_COLUMNS,
+    as_answers,
+    pair_values,
+)
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
 from workbench.workers.weight_exchange import Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
@@ -47,7 +52,6 @@ def _precision_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_precisions(arguments: Mapping[str, Any]) -> None:
-    check_temperature(arguments)
     if not arguments["precisions"]:
         raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
 
@@ -90,10 +94,9 @@ class ReferencePolicy(PassWorker):
         optional=lambda arguments: ("response_mask", *COUNTING, *(MASK_COLUMNS if arguments["sampling_mask"] else ())),
         writes=("ref_log_prob",),
         minibatched=True,
-        check=check_temperature,
     )
     def compute_ref_log_prob(
-        self, batch: Shard, *, temperature: float | None = None, sampling_mask: bool = True
+        self, batch: Shard, *, temperature: PositiveFloat | None = None, sampling_mask: bool = True
     ) -> Output:
         """Column `ref_log_prob` [rows, response tokens]: log softmax(logits / temperature) at each response token.
 
@@ -102,11 +105,9 @@ class ReferencePolicy(PassWorker):
         `old_log_prob` is, so that a KL compares two distributions over the same tokens; False: over all tokens.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
-        sets, scatter = None if mask is None else mask.sets, Scatter(batch.ragged("response_ids"))
+        sets = None if mask is None else mask.sets
         with self.as_reference():
-            for micro, (log_probs_N, _) in self.passes(batch, lambda micro: micro.scored(scale, sets=sets)):
-                scatter.put(micro, log_probs_N)
-        column = scatter.column()
+            column = self.token_values(batch, lambda micro: micro.scored(scale, sets=sets))
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
     @register(
@@ -118,7 +119,11 @@ class ReferencePolicy(PassWorker):
         check=_check_precisions,
     )
     def compute_precisions(
-        self, batch: Shard, *, precisions: Mapping[str, Precision] = PRECISIONS, temperature: float | None = None
+        self,
+        batch: Shard,
+        *,
+        precisions: Mapping[str, Precision] = PRECISIONS,
+        temperature: PositiveFloat | None = None,
     ) -> Output:
         """Columns `log_prob_<name>` [rows, response tokens]: log softmax(logits / temperature) at each response token,
         once in each of these precisions, from the weights as they are now. See `lab.mismatch`.
@@ -139,12 +144,9 @@ class ReferencePolicy(PassWorker):
         for name, precision in precisions.items():
             sets = mask.sets if mask is not None and precision.sampling_mask else None
             inputs = partial(MicroBatch.scored, temperature=scale, sets=sets)
-            scatter = Scatter(batch.ragged("response_ids"))
             with computing_in(module, precision):
-                for micro, (log_probs_N, _) in self.passes(batch, inputs, forward=module):
-                    scatter.put(micro, log_probs_N)
-            columns[f"log_prob_{name}"] = scatter.column()
-            metrics[f"log_prob_{name}/mean"] = mean_of(scatter.column(), batch)
+                column = self.token_values(batch, inputs, forward=module)
+            columns[f"log_prob_{name}"], metrics[f"log_prob_{name}/mean"] = column, mean_of(column, batch)
         return Output(columns=columns, metrics=metrics)
 
     @register(
@@ -153,16 +155,15 @@ class ReferencePolicy(PassWorker):
         optional=("response_mask", *COUNTING),
         writes=TEACHER_COLUMNS,
         minibatched=True,
-        check=check_teacher,
         check_model=check_top_k,
     )
     def compute_teacher_log_prob(
         self,
         batch: Shard,
         *,
-        top_k: int = 64,
-        vocabulary: int | None = None,
-        temperature: float | None = None,
+        top_k: PositiveInt = 64,
+        vocabulary: PositiveInt | None = None,
+        temperature: PositiveFloat | None = None,
         prompt: Literal["prompt_ids", "teacher_prompt_ids"] = "prompt_ids",
     ) -> Output:
         """What this model says of each response token, for `update_distill`: of softmax(logits / temperature) the top_k
@@ -179,15 +180,11 @@ class ReferencePolicy(PassWorker):
         scale = sampling_temperature(batch, temperature)
         rows = replace(batch, columns={**batch.columns, "prompt_ids": batch.ragged(prompt)})
         reader = TopK(top_k, vocabulary)
-        scatter = Scatter(batch.ragged("response_ids"), reader.width)
         with self.as_reference():
-            for micro, read_N in self.passes(rows, lambda micro: {**micro.scored(scale), "reader": reader}):
-                scatter.put(micro, read_N)
-        read = scatter.column()
-        columns = teacher_columns(read, top_k)
+            read = self.token_values(rows, lambda micro: {**micro.scored(scale), "reader": reader}, width=reader.width)
         mass = read.like(1 - read.values[:, -1].exp())
         return Output(
-            columns=columns,
+            columns=teacher_columns(read, top_k),
             metrics={"teacher_tokens/mass": mean_of(mass, batch)},
             meta={TEACHER_TEMPERATURE: scale},
         )

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from workbench.batches.columns import Table
@@ -27,11 +28,11 @@ from workbench.models.packing import to_device
 from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
-from workbench.support.validation import PositiveFloat, whole
+from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.workers.judge import JudgeEngine
-from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter, on_host
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
-from workbench.workers.passes import LAST_TOKEN_SCORES
+from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
 from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, total_of
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
@@ -48,13 +49,9 @@ def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
         )
 
 
-def _check_epochs(arguments: Mapping[str, Any]) -> None:
-    whole("epochs", arguments["epochs"], 1)
-
-
 _on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True)
 _scores_pairs = partial(_on_pairs, optional=("margin", *COUNTING))
-_learns_pairs = partial(_on_pairs, optional=("margin",), updates=True, check=_check_epochs, check_model=_check_trained)
+_learns_pairs = partial(_on_pairs, optional=("margin",), updates=True, check_model=_check_trained)
 
 
 class RewardWorker(ModelWorker):
@@ -63,6 +60,7 @@ class RewardWorker(ModelWorker):
     The model has an optimizer where `Model(..., training=...)` was given for this role. A judge generates.
     """
 
+    column, sign = "rewards", 1  # what its scores are called, and -1 where lower is better
     _judge: JudgeEngine | None = None
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -161,38 +159,23 @@ class RewardWorker(ModelWorker):
         Metrics, in `lab.last_metrics["compute_pair_rewards"]`: what `update_reward` says, without an update, and
         `accuracy/low`, `accuracy/high`: bounds of the accuracy's 95 % interval. They are of the rows that are `valid`.
         """
-        return self._score_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1)
-
-    @_learns_pairs()
-    def update_reward(self, batch: Shard, *, epochs: int = 1) -> Output:
-        """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
-        epoch; see `workbench.objectives.preference.pairwise_loss`.
-
-        Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
-        Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.
-        """
-        return self._learn_pairs(batch, ("chosen_rewards", "rejected_rewards"), sign=1, epochs=epochs)
-
-    def _step_scores(self, batch: Shard, column: str, text: str) -> Output:
-        ends_BT = step_ends_of(batch, self.tokenizer, text)
-        scatter = Scatter(batch.ragged("response_ids"))
-        for micro, scores_N in self.passes(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)}):
-            scatter.put(micro, scores_N)
-        scores_BT = ends_BT.like(torch.where(ends_BT.values, scatter.column().values, 0.0))
-        columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
-        return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
-
-    def _score_pairs(self, batch: Shard, names: tuple[str, str], sign: int) -> Output:
         chosen, rejected = pair_values(self, batch, LAST_TOKEN_SCORES)
-        margin, valid_B = _margin(batch), batch.valid
+        margin, valid_B, names, sign = _margin(batch), batch.valid, self._of_pairs, self.sign
         chosen_B, rejected_B = chosen[valid_B], rejected[valid_B]
         loss = pairwise_loss(sign * chosen_B, sign * rejected_B, None if margin is None else margin[valid_B])
         (metrics,) = on_host([pair_metrics(loss, chosen_B, rejected_B, names=names, sign=sign)])
         metrics |= accuracy_bounds(sign * chosen_B, sign * rejected_B, self.context.groups.data)
         return Output(columns={names[0]: chosen, names[1]: rejected}, metrics=metrics)
 
-    def _learn_pairs(self, batch: Shard, names: tuple[str, str], sign: int, epochs: int) -> Output:
-        margin = _margin(batch)
+    @_learns_pairs()
+    def update_reward(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
+        """Learn from pairs: -log sigmoid(r_chosen - r_rejected - margin), one optimizer step a minibatch (of pairs) and
+        epoch; see `workbench.objectives.preference.pairwise_loss`.
+
+        Scores are read at an answer's last token. `margin` is taken from the batch where it has one.
+        Metrics: `accuracy` (the chosen answer has the higher score), `margin` between the scores, their means.
+        """
+        margin, names, sign = _margin(batch), self._of_pairs, self.sign
 
         def loss(chosen_P: Tensor, rejected_P: Tensor, pairs: list[int]) -> tuple[Tensor, DeviceMetrics]:
             margin_P = None if margin is None else to_device(margin[pairs], chosen_P.device)
@@ -201,6 +184,10 @@ class RewardWorker(ModelWorker):
 
         return self.steps(pair_term(batch, LAST_TOKEN_SCORES, loss), epochs=epochs)
 
+    @property
+    def _of_pairs(self) -> tuple[str, str]:
+        return f"chosen_{self.column}", f"rejected_{self.column}"
+
     @scoring_stage("rewards")
     def compute_reward(
         self,
@@ -208,10 +195,10 @@ class RewardWorker(ModelWorker):
         *,
         function: RewardFunctions | None = None,
         weights: Mapping[str, Weight] | None = None,
-        concurrency: int = 8,
-        call_timeout_s: float = 30.0,
-        retries: int = 0,
-        most_failed: float = 0.2,
+        concurrency: PositiveInt = 8,
+        call_timeout_s: PositiveFloat = 30.0,
+        retries: NonNegativeInt = 0,
+        most_failed: ZeroToOne = 0.2,
         only: Any = None,
         steps: str | bool = False,
     ) -> Output:
@@ -246,18 +233,19 @@ class RewardWorker(ModelWorker):
         Metrics: `rewards/mean`, of the valid rows, and of each component; `rewards/interval95`, half the width of the
         mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
         """
-        components = self._components(function, weights)
-        return self._score(batch, "rewards", components, concurrency, call_timeout_s, retries, most_failed, only, steps)
+        return self._score(
+            batch, self._components(function, weights), steps=steps, concurrency=concurrency,
+            timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
+        )  # fmt: skip
 
     @register(
         THREE_D_PROTO,
         reads=lambda arguments: tuple(f"rewards/{name}" for name in arguments["weights"]),
         optional=("valid", "response_mask", "prompt_uid"),
         writes=("rewards",),
-        check=lambda arguments: _check_weights(arguments["weights"]),
         by_hand=lambda arguments: True,
     )
-    def reweigh(self, batch: Shard, weights: Mapping[str, Weight]) -> Output:
+    def reweigh(self, batch: Shard, weights: Annotated[Mapping[str, Weight], Field(min_length=1)]) -> Output:
         """Column `rewards` anew, from the columns of components that `compute_reward` wrote: no function is called.
 
         weights: by name of the component; one that is not named has none. Rows that are not valid have reward 0.
@@ -275,25 +263,28 @@ class RewardWorker(ModelWorker):
         return {name: (one, (weights or {}).get(name, own)) for name, (one, own) in components_of(function).items()}
 
     def _score(
-        self, batch: Shard, column: str, components: Components | None, concurrency: int, call_timeout_s: float,
-        retries: int, most_failed: float, only: Any, steps: str | bool = False,
-    ) -> Output:  # fmt: skip
-        if components is None and isinstance(steps, str):
-            return self._step_scores(batch, column, steps)
-        if components is None:
+        self, batch: Shard, components: Components | None, *, steps: str | bool = False, **asking: Any
+    ) -> Output:
+        column = self.column
+        if components is not None:
+            return Scoring(
+                batch=batch, context=self.context, tokenizer=self.tokenizer, column=column, components=components,
+                steps=steps, judge=self._judge, **asking,
+            ).output()  # fmt: skip
+        if not isinstance(steps, str):
             scores = self.row_values(batch, LAST_TOKEN_SCORES)
             return Output(columns={column: scores}, **reported(column, scores, batch.valid, batch))
-        return Scoring(
-            batch=batch, context=self.context, tokenizer=self.tokenizer, column=column,
-            stage="compute_reward" if column == "rewards" else "compute_cost", components=components,
-            concurrency=concurrency, timeout_s=call_timeout_s, retries=retries, most_failed=most_failed, only=only,
-            steps=steps, judge=self._judge,
-        ).output()  # fmt: skip
+        ends_BT = step_ends_of(batch, self.tokenizer, steps)
+        read = self.token_values(batch, lambda micro: {**micro.inputs, "positions": _own_positions(micro)})
+        scores_BT = ends_BT.like(torch.where(ends_BT.values, read.values, 0.0))
+        columns: Table = {column: scores_BT, STEP_ENDS: ends_BT}
+        return Output(columns=columns, **reported(column, scores_BT, batch.valid, batch))
 
 
 class CostWorker(RewardWorker):
     """The cost model of Safe-RLHF: a reward worker that writes `costs`."""
 
+    column, sign = "costs", -1
     compute_reward = None  # type: ignore[assignment]
     reweigh = None  # type: ignore[assignment]
     compute_pair_rewards = None  # type: ignore[assignment]
@@ -305,35 +296,32 @@ class CostWorker(RewardWorker):
         batch: Shard,
         *,
         function: RewardFunctions | None = None,
-        concurrency: int = 8,
-        call_timeout_s: float = 30.0,
-        retries: int = 0,
-        most_failed: float = 0.2,
+        concurrency: PositiveInt = 8,
+        call_timeout_s: PositiveFloat = 30.0,
+        retries: NonNegativeInt = 0,
+        most_failed: ZeroToOne = 0.2,
         only: Any = None,
     ) -> Output:
         """Column `costs`, as `compute_reward` makes `rewards`."""
-        components = self._components(function)
-        return self._score(batch, "costs", components, concurrency, call_timeout_s, retries, most_failed, only)
+        return self._score(
+            batch, self._components(function), concurrency=concurrency, timeout_s=call_timeout_s,
+            retries=retries, most_failed=most_failed, only=only,
+        )  # fmt: skip
 
     @_scores_pairs(writes=("chosen_costs", "rejected_costs"))
     def compute_pair_costs(self, batch: Shard) -> Output:
         """Columns `chosen_costs`, `rejected_costs` [rows], as `compute_pair_rewards`; it is right where the chosen
         answer has the lower cost."""
-        return self._score_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1)
+        return RewardWorker.compute_pair_rewards(self, batch)
 
     @_learns_pairs()
-    def update_cost(self, batch: Shard, *, epochs: int = 1) -> Output:
+    def update_cost(self, batch: Shard, *, epochs: PositiveInt = 1) -> Output:
         """Learn from pairs as `update_reward` does, with the signs turned: the chosen (safer) answer is to cost less.
 
         Source: the pairwise term of Safe-RLHF's cost model, Dai et al. 2023, https://arxiv.org/abs/2310.12773,
         equation 6. (Which costs are harmless is then for `center` to say: answers at the limit have mean 0.)
         """
-        return self._learn_pairs(batch, ("chosen_costs", "rejected_costs"), sign=-1, epochs=epochs)
-
-
-def _check_weights(weights: Mapping[str, float]) -> None:
-    if not weights:
-        raise BadInput("weights={}", "a weight for each component that counts", 'write weights={"right": 1.0}')
+        return RewardWorker.update_reward(self, batch, epochs=epochs)
 
 
 def _own_positions(micro: MicroBatch) -> Tensor:

@@ -16,11 +16,16 @@ from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
 from workbench.resharding.checksums import Arrival
 from workbench.resharding.plan import Reshard
+from workbench.settings.engines import SyncStrategy
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.engine_weights import EngineWeights, TrainerWeights, compare_weights, probe_gap
-from workbench.workers.roles.hybrid import check_strategy
+from workbench.workers.engine_weights import (
+    EngineWeights,
+    TrainerWeights,
+    compare_weights,
+    metrics_of_adapter,
+    probe_gap,
+)
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.sync_check import metrics_of_adapter
 from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
 from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
@@ -128,8 +133,8 @@ class RolloutWorker(SamplingWorker):
         if noted.differ:
             raise not_as_sent(noted.version, [f"{what}, on rank {self.context.host.rank}" for what in noted.differ])
 
-    @register(ONE_TO_ALL, check=check_strategy)
-    def sync_weights(self, *, strategy: str | None = None) -> dict[str, float]:
+    @register(ONE_TO_ALL)
+    def sync_weights(self, *, strategy: SyncStrategy | None = None) -> dict[str, float]:
         """Give the rollout workers the actor's weights now, if they lack them; the sync's figures, by rank.
 
         Gives `sync_gap/mean`, the gap on the probe in nats, and `sync/received_bytes`, of all ranks together. strategy:

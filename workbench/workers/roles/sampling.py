@@ -28,14 +28,14 @@ from workbench.settings.context import GivenContext
 from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, truncation
 from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
-from workbench.support.validation import whole
+from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import AgentRow, Serving, serve
 from workbench.workers.compaction import Compaction
 from workbench.workers.conversation import Conversation, converse
-from workbench.workers.engine_weights import TrainerWeights
+from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.rollout_columns import (
@@ -48,7 +48,6 @@ from workbench.workers.rollout_columns import (
     single_turn,
 )
 from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
-from workbench.workers.sync_check import SyncMetrics, require_small
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -61,8 +60,6 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     settings = {name: value for name, value in arguments.items() if name != "seed"}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
-    if arguments["seed"] is not None:
-        whole("seed", arguments["seed"], 0)
     return Sampling(**settings)
 
 
@@ -203,7 +200,7 @@ class SamplingWorker(Worker):
         call_timeout_s: float = 30.0,
         retries: int = 0,
         most_failed: float = 0.2,
-        seed: int | None = None,
+        seed: NonNegativeInt | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
 
@@ -234,33 +231,7 @@ class SamplingWorker(Worker):
         `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
         the rows fail, the stage raises `RolloutError`, whose `.batch` has the others.
         """
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            keep_mask=keep_mask,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            stop=tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
-            ignore_eos=ignore_eos,
-            environment=environment,
-            agent=agent,
-            context=context,
-            max_turns=max_turns,
-            max_calls=max_calls,
-            max_seconds=max_seconds,
-            most_open=most_open,
-            concurrency=concurrency,
-            call_timeout_s=call_timeout_s,
-            retries=retries,
-            most_failed=most_failed,
-        )
+        sampling = _sampling({name: given for name, given in locals().items() if name not in ("self", "batch")})
         self.before_rollouts()
         self.kept.only_of(self._drawn_with)
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
@@ -285,7 +256,8 @@ class SamplingWorker(Worker):
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
-            if self._counts_rows():
+            # where the ranks of a tensor group have the same rows, those of its first rank count
+            if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
         metrics, failed = rollout_metrics(columns), None
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
@@ -322,7 +294,9 @@ class SamplingWorker(Worker):
         own = slice(mine.start + here.start, mine.start + here.stop)
         rows = self._text_rows(batch, here, seeds[own])
         given, room = self._of_calls(batch, here), self.spec.generation.max_model_tokens
-        given["calls"] = self.context.calls.processes(self._environment_processes(batch))
+        pool: Pool | None = batch.meta.get("environments")
+        processes = 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
+        given["calls"] = self.context.calls.processes(processes)
         environments = Environments(sampling, rows, self.tokenizer, max_model_tokens=room, **given)
         new = [Conversation(prompt_ids=ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
         key = key_of(sampling, rows, self._drawn_with)
@@ -341,11 +315,6 @@ class SamplingWorker(Worker):
                 **self._together(),
             )
         return conversations
-
-    def _environment_processes(self, batch: Shard) -> int:
-        """How many processes this rank's environments have."""
-        pool: Pool | None = batch.meta.get("environments")
-        return 1 if pool is None else pool.share(self.context.host.rank, self.context.host.world_size)
 
     def _serve(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
@@ -443,10 +412,6 @@ class SamplingWorker(Worker):
     def _tensor_ranks(self) -> int:
         assert self.spec.generation is not None
         return self.spec.generation.tensor_parallel_size
-
-    def _counts_rows(self) -> bool:
-        """Whether this rank's responses count: where a tensor group has the same rows, those of its first rank do."""
-        return not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0
 
     def require_small(
         self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None

@@ -18,10 +18,10 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
-from workbench.support.validation import whole
-from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, Scatter
+from workbench.support.validation import PositiveInt
+from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
+from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term
-from workbench.workers.roles.trained import TrainedWorker, check_update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +64,9 @@ class SupervisedWorker(TrainedWorker):
         self,
         batch: Shard,
         *,
-        epochs: int = 1,
+        epochs: PositiveInt = 1,
         aggregation: Aggregation = "token-mean",
-        max_response_tokens: int | None = None,
+        max_response_tokens: PositiveInt | None = None,
     ) -> Output:
         """Supervised fine-tuning: the mean of -log pi over the response tokens, one optimizer step a minibatch and
         epoch. `compute_log_prob` gives the same number, turned round, without an update.
@@ -106,9 +106,8 @@ class SupervisedWorker(TrainedWorker):
         reads=lambda arguments: (arguments["text"],),
         writes=("pretrain_ids", "pretrain_loss"),
         minibatched=True,
-        check=lambda arguments: whole("max_tokens", arguments["max_tokens"], 1),
     )
-    def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: int = 512) -> Output:
+    def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: PositiveInt = 512) -> Output:
         """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.
 
         text: the column of texts, one a row; they need have nothing to do with the row's prompt. max_tokens: longer
@@ -120,10 +119,7 @@ class SupervisedWorker(TrainedWorker):
         """
         ids = self._documents(batch.columns[text], text, max_tokens)
         texts = _as_responses(batch, ids)
-        scatter = Scatter(texts.ragged("response_ids"))
-        for micro, (log_probs_N, _) in self.passes(texts, lambda micro: micro.scored(1.0)):
-            scatter.put(micro, log_probs_N)
-        log_probs = scatter.column()
+        log_probs = self.token_values(texts, lambda micro: micro.scored(1.0))
         losses = torch.stack([-row.double().mean() for row in log_probs.rows()]).float()
         token_mean = Mean(total=-float(log_probs.values.double().sum()), count=len(log_probs.values))
         return Output(
