@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import workbench as wb
-from tests.cases import TINY, stored, tiny_lab
+from tests.cases import TINY, hosts_of, stored, tiny_lab
 from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.workers.update_ranks import Case, ppo_by_hand, run_cases, squared_by_hand
@@ -239,3 +239,29 @@ def test_a_loss_that_is_not_finite_takes_no_step(lab: wb.Workbench, loss: Any) -
     metrics, _ = updated(lab, loss=loss)
     assert metrics["skipped/fraction"] == 1.0
     assert lab.actor.weight_digests() == weights
+
+
+def test_nobody_looks_at_tensors_while_a_stage_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view asks what hosts hold when it likes; a gradient that is read while it is dropped crashes the process."""
+    with tiny_lab("looked", tmp_path, backend="inline") as lab:
+        host, threads, described = hosts_of(lab)["shared-0"], list[str](), list[Any]()
+        worker = host.workers["actor"]
+        looked, stepped = worker.memory_bytes, worker.engine.step
+
+        def noted() -> Any:
+            threads.append(threading.current_thread().name)
+            return looked()
+
+        def step(*given: Any, **more: Any) -> Any:
+            view = threading.Thread(target=lambda: described.append(host.describe()), name="view")
+            view.start()
+            view.join()
+            return stepped(*given, **more)
+
+        monkeypatch.setattr(worker, "memory_bytes", noted)
+        monkeypatch.setattr(worker.engine, "step", step)
+        before = host.describe()
+        lab.actor.update_actor(lab.put(stored()))
+        assert described and all(one["roles"] == before["roles"] for one in described)
+        assert "view" not in threads
+        assert host.describe()["moments"] == ["actor"] != before["moments"]

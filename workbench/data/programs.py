@@ -14,7 +14,7 @@ from workbench.data.sandbox import MOST_SHOWN_BYTES, REMEDY, Ran, check_sandbox,
 from workbench.data.user_functions import Noted, short
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import plain_text, shown
-from workbench.support.calls.needs import needs, with_notes
+from workbench.support.calls.needs import at_once, needs, with_notes
 from workbench.support.validation import at_least, checked
 
 Share = Literal["all", "share"]
@@ -53,6 +53,7 @@ def _check_sandbox() -> None:
 
 
 @needs(_check_sandbox)
+@at_once(8)
 @with_notes
 def code(
     prompt: str, response: str, tests: Any, *, score: Share = "all", timeout_s: float = 6.0, total_s: float = 20.0,
@@ -78,6 +79,7 @@ def code(
     return _scored(run_python, response, tests, score, timeout_s, total_s, memory_bytes)
 
 
+@at_once(8)
 @with_notes
 def code_without_sandbox(
     prompt: str, response: str, tests: Any, *, score: Share = "all", timeout_s: float = 6.0, total_s: float = 20.0,

@@ -86,7 +86,7 @@ class Asking:
     is begun. tick: called twenty times a second with the number of calls that have ended."""
 
     calls: UserCalls
-    concurrency: int
+    concurrency: int | None
     timeout_s: float
     retries: int = 0
     most: float = math.inf
@@ -122,7 +122,7 @@ class Asking:
             if sum(sizes[one] for one in failures) > self.most:
                 raise _Enough
 
-        rounds = [(list(range(len(arguments))), self.concurrency)]
+        rounds: list[tuple[list[int], int | None]] = [(list(range(len(arguments))), self.concurrency)]
         try:
             while rounds or again:
                 if not rounds:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,8 @@ class Host(Shards):
         self._patch = Patch()
         self._began_s = time.time()  # where the process is this host's alone: when that was created
         self._start_s, self._load_s = 0.0, dict[str, float]()
+        self._computing = threading.Lock()  # held while a stage computes, and while the tensors of roles are looked at
+        self._held: dict[str, dict[str, Any]] = {}  # what roles were seen to hold
         self._store: torch.distributed.Store | None = None
         loaded.note()
         torch.set_num_threads(info.threads)
@@ -141,7 +144,7 @@ class Host(Shards):
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         self._stopping.begin(call.run, call.resume_from, updates=call.updates)
         try:
-            with self._labels(call.stage, call.run, call.role):
+            with self._alone(), self._labels(call.stage, call.run, call.role):
                 recorder.add("queue", call.submitted_s, time.time())
                 output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
@@ -209,7 +212,7 @@ class Host(Shards):
         """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""
         listener, self.on_progress = self.on_progress, None
         try:
-            with self._labels(call.stage, call.run, call.role):
+            with self._alone(), self._labels(call.stage, call.run, call.role):
                 output = self._carry_out(call)
                 as_metrics(output.metrics)
                 self._keep(output.columns, replace(call, keep=False))
@@ -376,12 +379,17 @@ class Host(Shards):
 
     def describe(self) -> dict[str, Any]:
         """The process, its machine and its device; layouts, bytes and settings of roles, and which of their optimizers
-        have taken a step."""
+        have taken a step: in the middle of a stage, as they were when they were last looked at before it."""
         import psutil
 
         return_freed_memory()  # an iteration asks once
         info, on_gpu = self.info, self.info.device.startswith("cuda")
-        engines = {role: getattr(worker, "engine", None) for role, worker in self.workers.items()}
+        # no thread reads a gradient while another one drops it: torch does not guard that
+        if self._computing.acquire(blocking=False):
+            try:
+                self._held = self._look()
+            finally:
+                self._computing.release()
         return {
             "host": info.name,
             "pool": info.pool,
@@ -400,9 +408,28 @@ class Host(Shards):
             "batch_bytes": self.shard_bytes,
             "shards": len(self.shard_keys()),
             "published_bytes": self._exchange.held_bytes,
-            "moments": [role for role, engine in engines.items() if engine is not None and engine.has_moments],
-            "layouts": {role: worker.layout for role, worker in self.workers.items()},
-            "roles": {role: {**worker.describe(), **worker.memory_bytes()} for role, worker in self.workers.items()},
+            "moments": [role for role, held in self._held.items() if held["has_moments"]],
+            "layouts": {role: held["layout"] for role, held in self._held.items()},
+            "roles": {role: held["state"] for role, held in self._held.items()},
+        }
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, this thread computes, and no other looks at the tensors of roles."""
+        with self._computing:
+            if self._held.keys() != self.workers.keys():
+                self._held = self._look()
+            yield
+
+    def _look(self) -> dict[str, dict[str, Any]]:
+        """What the roles hold now."""
+        return {
+            role: {
+                "has_moments": bool(getattr(getattr(worker, "engine", None), "has_moments", False)),
+                "layout": worker.layout,
+                "state": {**worker.describe(), **worker.memory_bytes()},
+            }
+            for role, worker in self.workers.items()
         }
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.support.calls.needs import gives_notes
+from workbench.support.calls.needs import gives_notes, of_itself
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.workers.hints import Status, failed_rows
@@ -128,7 +128,7 @@ class Scoring:
     tokenizer: PreTrainedTokenizerBase
     column: str
     components: Components
-    concurrency: int
+    concurrency: int | None
     timeout_s: float
     retries: int
     most_failed: float
@@ -219,8 +219,8 @@ class Scoring:
                         context.stopping.point()
 
                     asking = Asking(
-                        calls=context.calls, concurrency=self.concurrency, timeout_s=self.timeout_s,
-                        retries=self.retries, most=self.most_failed * total, tick=tick,
+                        calls=context.calls, concurrency=self.concurrency or of_itself(function),
+                        timeout_s=self.timeout_s, retries=self.retries, most=self.most_failed * total, tick=tick,
                     )  # fmt: skip
                     if over_of(function) is not None:
                         shared += self._ask_groups(name, function, everywhere, asking, where)

@@ -195,7 +195,7 @@ class RewardWorker(ModelWorker):
         *,
         function: RewardFunctions | None = None,
         weights: Mapping[str, Weight] | None = None,
-        concurrency: PositiveInt = 8,
+        concurrency: PositiveInt | None = None,
         call_timeout_s: PositiveFloat = 30.0,
         retries: NonNegativeInt = 0,
         most_failed: ZeroToOne = 0.2,
@@ -216,8 +216,10 @@ class RewardWorker(ModelWorker):
         a component returns lists, `rewards` has one number a token, and a component of one number a row counts on the
         row's last token in `response_mask`. A function over many rows at once: `wb.batched`.
         weights: by name of the component, in place of the weights that came with the functions; the others keep theirs.
-        concurrency, call_timeout_s: calls of a function under way at once, and the time limit of one. A call past it
-        ends the process in which the function runs; its memory: `wb.limits`.
+        concurrency: calls of a function under way at once, in threads: for one that waits, for a server say. None: one
+        after the other, in the main thread of the function's process; of an `async def` function, eight at once.
+        call_timeout_s: the time limit of a call. One past it ends the process in which the function runs; its memory:
+        `wb.limits`.
         retries: how often a call that failed is made again, after all others; about a judge's row with a new judgement,
         where the judge samples. A row whose call still fails, for
         whatever reason, is not `valid`, has reward 0, and `failure` says why: `batch.failed()` lists them.
@@ -296,7 +298,7 @@ class CostWorker(RewardWorker):
         batch: Shard,
         *,
         function: RewardFunctions | None = None,
-        concurrency: PositiveInt = 8,
+        concurrency: PositiveInt | None = None,
         call_timeout_s: PositiveFloat = 30.0,
         retries: NonNegativeInt = 0,
         most_failed: ZeroToOne = 0.2,
