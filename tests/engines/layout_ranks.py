@@ -13,10 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from tests.engines.training_ranks import (
     CPU,
     loss_now,
+    make_engine,
     negative_log_likelihood,
     sequences,
     settings,
     squared_values,
+    tiny_model,
     train,
     weights,
 )
@@ -110,6 +112,44 @@ def outcome(case: str, layout: Layout, kind: str = "torch") -> dict[str, Any]:
         "moved_bytes": engine.moved_bytes,
         "output": _read(case, engine),
     }
+
+
+def first_step(kind: str, layout: Layout | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Weights before and after one step, its gradient, bytes, the elements of each weight's first moment on this rank,
+    and whether a saved state goes on alike. layout: None: data parallel over all ranks."""
+
+    def made() -> TrainingEngine:
+        if layout is None:
+            return make_engine(kind, **given)
+        module = TokenLogProbs(tiny_model(), micro_batch_tokens=1024)
+        return make_training_engine(module, settings(kind, **given), groups_of(layout), device=CPU, dtype=torch.float32)
+
+    engine, other = made(), made()
+    alone = layout is not None or not dist.is_initialized()
+    replica = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    batch = [negative_log_likelihood(sequences(0)[replica[0] :: replica[1]])]
+    before = weights(engine)
+    gradients = {name: g.clone() for name, g in engine.gradients(batch)}
+    train(engine, range(1), cuts=(), replica=replica)
+    held = engine.memory_bytes()  # before weights are gathered: ZeRO-3 drops those that it has kept whole
+    found = {"before": before, "gradients": gradients, "after": weights(engine), "bytes": held}
+    found["moments"] = {name: moment.numel() for name, moment in engine.held_state("exp_avg") if moment.numel()}
+    other.load_state_dict(engine.state_dict())
+    for one in (engine, other):
+        train(one, range(1, 3), cuts=(), replica=replica)
+    pairs = zip(weights(engine).values(), weights(other).values(), strict=True)
+    return found | {"alike": all(torch.equal(*pair) for pair in pairs)}
+
+
+def first_steps(kinds: tuple[str, ...], layout: Layout | None, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {kind: first_step(kind, layout, given) for kind in kinds}
+
+
+def stepped_by_hand(weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """The first step of AdamW: decay of matrices, then m / (sqrt(v) + eps), whose corrections of bias cancel."""
+    decayed = weight.double() * (1 - rate * 0.1 if weight.dim() > 1 else 1.0)
+    g = gradient.double()
+    return decayed - rate * g / (g.abs() + 1e-6)
 
 
 def _held(engine: TrainingEngine) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from tests.engines.training_ranks import (
     make_engine,
     negative_log_likelihood,
     run_ranks,
+    same,
     sequences,
     settings,
     tiny_model,
@@ -148,10 +149,6 @@ def compare(plain: TrainingEngine, moving: TrainingEngine, **options: Any) -> di
 
 def read(engine: TrainingEngine, micro: Any) -> Tensor:
     return engine.everywhere(engine.forward(**micro.inputs)[0])
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def data_parallel() -> dict[str, dict[str, bool]]:

@@ -12,23 +12,10 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
-from tests.engines.layout_ranks import groups_of
-from tests.engines.test_parameter_groups import rank, stepped_by_hand, world
-from tests.engines.training_ranks import (
-    CPU,
-    make_engine,
-    negative_log_likelihood,
-    run_ranks,
-    sequences,
-    settings,
-    tiny_model,
-    train,
-    weights,
-)
+from tests.engines.layout_ranks import first_step, stepped_by_hand
+from tests.engines.training_ranks import run_ranks, settings, tiny_model
 from tests.expected import expect_error
-from workbench.engines.training import make_training_engine
 from workbench.errors import BadInput
-from workbench.models.heads import TokenLogProbs
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
@@ -49,34 +36,12 @@ def orthogonalised(gradient: Tensor) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
-def steps(layout: Layout | None) -> dict[str, Any]:
-    """One step, and what is held; then whether a saved state goes on alike."""
-
-    def made() -> Any:
-        if layout is None:
-            return make_engine("torch", **GIVEN)
-        module, given = TokenLogProbs(tiny_model(), micro_batch_tokens=1024), settings("torch", **GIVEN)
-        return make_training_engine(module, given, groups_of(layout), device=CPU, dtype=torch.float32)
-
-    engine, other = made(), made()
-    mine, replica = (sequences(0)[rank() :: world()], None) if layout is None else (sequences(0), (0, 1))
-    before = weights(engine)
-    gradients = {name: g.clone() for name, g in engine.gradients([negative_log_likelihood(mine)])}
-    train(engine, range(1), cuts=(), replica=replica)
-    found = {"before": before, "gradients": gradients, "after": weights(engine), "bytes": engine.memory_bytes()}
-    other.load_state_dict(engine.state_dict())
-    for one in (engine, other):
-        train(one, range(1, 3), cuts=(), replica=replica)
-    pairs = [weights(one).values() for one in (engine, other)]
-    return found | {"alike": all(torch.equal(*pair) for pair in zip(*pairs, strict=True))}
-
-
 @pytest.mark.parametrize(("ranks", "layout"), [(1, None), (2, None), (2, Layout(2, 1, 1))])
 def test_a_step_is_that_by_hand_and_bytes_are_as_estimated(ranks: int, layout: Layout | None) -> None:
     role = RoleModel(
         config=tiny_model().config, head="lm", dtype="float32", training=settings("torch", **GIVEN), trained=True
     )
-    for number, found in enumerate(run_ranks(steps, ranks, layout)):
+    for number, found in enumerate(run_ranks(first_step, ranks, "torch", layout, GIVEN)):
         of_muon = 0
         for name, before in found["before"].items():
             rate, gradient = 1e-3 * (3.0 if "layers.1." in name else 1.0), found["gradients"][name]

@@ -8,27 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
-from tests.engines.layout_ranks import groups_of
-from tests.engines.training_ranks import (
-    CPU,
-    ENGINES,
-    make_engine,
-    negative_log_likelihood,
-    run_ranks,
-    sequences,
-    settings,
-    tiny_model,
-    train,
-    weights,
-)
+from tests.engines.layout_ranks import first_steps, stepped_by_hand
+from tests.engines.training_ranks import ENGINES, run_ranks, settings, tiny_model
 from tests.expected import expect_error
-from workbench.engines.training import make_training_engine
 from workbench.errors import BadInput
-from workbench.models.heads import TokenLogProbs
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
@@ -47,43 +33,9 @@ FACTORS = {
 }  # fmt: skip
 
 
-def stepped_by_hand(weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
-    """The first step of AdamW: decay of matrices, then m / (sqrt(v) + eps), whose corrections of bias cancel."""
-    decayed = weight.double() * (1 - rate * 0.1 if weight.dim() > 1 else 1.0)
-    g = gradient.double()
-    return decayed - rate * g / (g.abs() + 1e-6)
-
-
-def steps(kinds: tuple[str, ...], layout: Layout | None) -> dict[str, dict[str, Any]]:
-    """By engine: before, gradient, after one step; and after two more, straight on or by way of a saved state."""
-    found: dict[str, dict[str, Any]] = {}
-    for kind in kinds:
-        if layout is None:
-            engine: Any = make_engine(kind, **GIVEN)
-            mine, replica = sequences(0)[rank() :: world()], None
-        else:
-            module = TokenLogProbs(tiny_model(), micro_batch_tokens=1024)
-            engine = make_training_engine(
-                module, settings(kind, **GIVEN), groups_of(layout), device=CPU, dtype=torch.float32
-            )
-            mine, replica = sequences(0), (0, 1)
-        before = weights(engine)
-        gradients = {name: g.clone() for name, g in engine.gradients([negative_log_likelihood(mine)])}
-        train(engine, range(1), cuts=(), replica=replica)
-        found[kind] = {"before": before, "gradients": gradients, "after": weights(engine)}
-    return found
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
 def check(of_rank: dict[str, dict[str, Any]]) -> None:
     for kind, found in of_rank.items():
+        assert found["alike"], kind
         for name, before in found["before"].items():
             factor = RATES.get(Training(rates=RATES).pattern_of(name), 1.0)
             assert FACTORS.get(name, factor) == factor
@@ -94,39 +46,11 @@ def check(of_rank: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.thorough)])
-def test_one_step_of_each_group_is_that_by_hand(ranks: int) -> None:
-    for of_rank in run_ranks(steps, ranks, ENGINES, None):
-        check(of_rank)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kinds"), [(Layout(1, 2, 1), ("torch", "zero1", "zero2")), (Layout(2, 1, 1), ("torch",))]
-)
-def test_so_it_is_where_the_model_is_cut(layout: Layout, kinds: tuple[str, ...]) -> None:
-    for of_rank in run_ranks(steps, 2, kinds, layout):
-        check(of_rank)
-
-
-def states(kinds: tuple[str, ...]) -> dict[str, Any]:
-    """By engine: bytes, the elements of each weight's moment on this rank, and whether a saved state goes on alike."""
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        engine, other = make_engine(kind, **GIVEN), make_engine(kind, **GIVEN)
-        train(engine, range(2))
-        other.load_state_dict(engine.state_dict())
-        moments = {name: moment.numel() for name, moment in engine.held_state("exp_avg") if moment.numel()}
-        found[kind] = {"bytes": engine.memory_bytes(), "moments": moments}
-        train(engine, range(2, 4))
-        train(other, range(2, 4))
-        pairs = [weights(one).values() for one in (engine, other)]
-        found[kind]["alike"] = all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
-    return found
-
-
-def test_state_lies_where_it_is_said_to_and_has_as_many_bytes() -> None:
+def test_one_step_of_each_group_is_that_by_hand_and_its_state_lies_where_it_is_said_to(ranks: int) -> None:
     """Moves and checkpoints go by where the parts of each weight are; groups change that under ZeRO 1 and 2."""
-    layout = Layout(d=2)
-    for rank, of_rank in enumerate(run_ranks(states, 2, ENGINES)):
+    layout = Layout(d=ranks)
+    for rank, of_rank in enumerate(run_ranks(first_steps, ranks, ENGINES, None, GIVEN)):
+        check(of_rank)
         for kind, found in of_rank.items():
             role = RoleModel(
                 config=tiny_model().config, head="lm", dtype="float32", training=settings(kind, **GIVEN), trained=True
@@ -135,11 +59,18 @@ def test_state_lies_where_it_is_said_to_and_has_as_many_bytes() -> None:
             assert found["bytes"]["optimizer"] == memory.optimizer, (kind, rank)
             assert found["bytes"]["parameters"] == memory.parameters, (kind, rank)
             (part,) = (part for part in state_of(role) if part.what == "moments")
-            where = part.distribution(layout, (0, 1))
+            where = part.distribution(layout, tuple(range(ranks)))
             shards = {weight.name: where.shard(weight, rank) for weight in part.weights}
             sizes = {name: math.prod(shard.shape) for name, shard in shards.items() if shard is not None}
             assert found["moments"] == {name: size for name, size in sizes.items() if size}, (kind, rank)
-            assert found["alike"], kind
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds"), [(Layout(1, 2, 1), ("torch", "zero1", "zero2")), (Layout(2, 1, 1), ("torch",))]
+)
+def test_so_it_is_where_the_model_is_cut(layout: Layout, kinds: tuple[str, ...]) -> None:
+    for of_rank in run_ranks(first_steps, 2, kinds, layout, GIVEN):
+        check(of_rank)
 
 
 def test_factors_change_and_patterns_stay(tmp_path: Path) -> None:

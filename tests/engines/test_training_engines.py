@@ -19,6 +19,7 @@ from tests.engines.training_ranks import (
     make_engine,
     negative_log_likelihood,
     run_ranks,
+    same,
     sequences,
     squared_values,
     tiny_model,
@@ -42,10 +43,6 @@ CASES = [
     *(pytest.param(kind, dtype, marks=pytest.mark.thorough) for kind in ("zero0", "zero2") for dtype in DTYPES),
 ]
 OTHERS = ["torch", "zero1", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("zero0", "zero2", "zero3"))]
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def snapshots(kind: str, dtype: torch.dtype) -> dict[str, bool]:

@@ -15,6 +15,7 @@ from tests.engines.training_ranks import (
     make_engine,
     negative_log_likelihood,
     run_ranks,
+    same,
     sequences,
     tiny_model,
     train,
@@ -60,10 +61,6 @@ def frozen(engine: TrainingEngine) -> dict[str, Tensor]:
             if ".lora_" not in name:
                 found[name] = parameter.detach().clone()
     return found
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def learn(kind: str, dtype: torch.dtype) -> dict[str, Any]:

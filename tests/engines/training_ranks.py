@@ -163,6 +163,10 @@ def weights(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
 def asked(request: pytest.FixtureRequest, *names: str) -> list[Any]:
     """The values of these parameters, tuples where they are several, in those tests of the file that run: what a
     fixture of the file has to compute."""

@@ -152,7 +152,7 @@ def test_a_micro_batch_that_cannot_work_is_refused() -> None:
 
 
 def test_half_of_what_is_left_is_computed_in_where_both_want_all() -> None:
-    room = Room(lasting=10 * GIB, generating=10 * GIB, passing=30 * GIB, useful_cache=100 * GIB, row=GIB)
+    room = Room(lasting=10 * GIB, generating=10 * GIB, passing=30 * GIB, useful_cache=100 * GIB)
     left = usable_bytes(40 * GIB) - 10 * GIB
     assert room.cache_bytes(40 * GIB) == left // 2
     assert room.pass_bytes(40 * GIB) == left - left // 2

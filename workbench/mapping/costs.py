@@ -138,7 +138,7 @@ class CostModel:
             self._known[key] = multiplied + streamed, 2.5 * self._forward(role, t, tokens, context)[1], ends
         return self._known[key]
 
-    def _stage(self, role: RoleModel, layout: Layout, parts: tuple[float, float, float]) -> float:
+    def _stage(self, layout: Layout, parts: tuple[float, float, float]) -> float:
         """Seconds of a micro-batch in the slowest stage: the last, which has the head."""
         layers, attention, head = parts
         return (layers + attention) / layout.p + head
@@ -188,7 +188,7 @@ class CostModel:
         if role.engine == "zero3":
             own = role.elements / layout.t * role.frozen_bytes
             gathered = micro * self._gather(own, layout.d, layout.t)
-        stage_s = self._stage(role, layout, self._forward(role, layout.t, tokens, work.mean_context))
+        stage_s = self._stage(layout, self._forward(role, layout.t, tokens, work.mean_context))
         return Terms(
             passes=slots * stage_s + self._starts(role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 2) + gathered,
@@ -202,7 +202,7 @@ class CostModel:
         again = role.training.activation_checkpointing if again is None else again
         forward = self._forward(role, layout.t, tokens, work.mean_context)
         backward = self._backward(role, layout.t, tokens, work.mean_context)
-        stage_s = (1 + again) * self._stage(role, layout, forward) + self._stage(role, layout, backward)
+        stage_s = (1 + again) * self._stage(layout, forward) + self._stage(layout, backward)
         own = role.trained_elements / (layout.p * layout.t)
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)

@@ -179,10 +179,7 @@ class PlacementChange(Moves):
         """One row a role: its action, pools and layouts before and after, and the bytes that it moves."""
         import pandas as pd
 
-        return pd.DataFrame(self._rows())
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
+        rows = [
             {
                 "role": change.role,
                 "action": change.action,
@@ -194,6 +191,7 @@ class PlacementChange(Moves):
             }
             for change in self.roles
         ]
+        return pd.DataFrame(rows)
 
     def traffic(self) -> Traffic:
         """Who would send how many bytes to whom, as a picture; `.matrix` and `.frame()` as tables."""
@@ -215,10 +213,7 @@ class PlacementChange(Moves):
         bound for the new placement while it computes."""
         import pandas as pd
 
-        return pd.DataFrame(self._memory_rows())
-
-    def _memory_rows(self) -> list[dict[str, Any]]:
-        return [
+        rows = [
             {
                 "device": f"{self.device}:{n}",
                 "before_bytes": self.before.lasting(n),
@@ -228,6 +223,7 @@ class PlacementChange(Moves):
             }
             for n in self.devices
         ]
+        return pd.DataFrame(rows)
 
     def __str__(self) -> str:
         told = f"{bytes_text(self.total_bytes)} between processes"
@@ -250,11 +246,9 @@ class PlacementChange(Moves):
     def _repr_html_(self) -> str:
         from html import escape
 
-        roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in self._rows()]
-        memory = [
-            {key: value if key == "device" else bytes_text(value) for key, value in row.items()}
-            for row in self._memory_rows()
-        ]
+        roles: Any = self.frame().to_dict("records")
+        roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in roles]
+        memory: Any = self.memory().set_index("device").map(bytes_text).reset_index().to_dict("records")
         head = f'<div style="font-size:13px">{escape(str(self))}</div>'
         shown = head + table(roles, caption=f"{self.old}  \N{RIGHTWARDS ARROW}  {self.new}")
         shown += table(memory, caption="memory of each device, estimated")

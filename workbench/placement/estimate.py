@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
@@ -51,7 +51,7 @@ class Room:
     lasting: of all roles of the device, with the optimizer states of the first step, without vLLM's cache; where roles
     take turns, of this one while it is trained or run. generating: the same while vLLM decodes. weights: of vLLM.
     passing: most that a role there needs while it computes; 0 where they take turns. useful_cache: the largest useful
-    cache of vLLM, 0 without vLLM; row: of one sequence. fraction: `Generation.gpu_memory_fraction`. turns: whether
+    cache of vLLM, 0 without vLLM. fraction: `Generation.gpu_memory_fraction`. turns: whether
     roles take turns.
     """
 
@@ -60,7 +60,6 @@ class Room:
     weights: int = 0
     passing: int = 0
     useful_cache: int = 0
-    row: int = 0
     fraction: float | None = None
     turns: bool = False
 
@@ -80,7 +79,7 @@ class Room:
 
     def __or__(self, other: Room) -> Room:
         """The larger of each figure: what holds for two devices."""
-        figures = ("lasting", "generating", "weights", "passing", "useful_cache", "row")
+        figures = ("lasting", "generating", "weights", "passing", "useful_cache")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in figures}
         return replace(self, **most, fraction=self.fraction if self.fraction is not None else other.fraction)
 
@@ -133,7 +132,7 @@ def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleMode
     for model, held in engines:  # one at most: a process has one engine
         assert model.generation is not None
         room = replace(room, useful_cache=useful_cache_bytes(model), weights=held.generation_weights,
-                       row=row_bytes(model), fraction=model.generation.gpu_memory_fraction)  # fmt: skip
+                       fraction=model.generation.gpu_memory_fraction)  # fmt: skip
         if take_turns:
             room = replace(room, generating=held.generation_weights + working_bytes(model))
     if not take_turns:
@@ -224,7 +223,12 @@ class MemoryEstimate:
         """One row a role and rank: role, pool, rank, device, and bytes by use."""
         import pandas as pd
 
-        return pd.DataFrame([self._row(tenant) for tenant in self.tenants])
+        rows = [
+            {"role": tenant.role, "pool": tenant.pool, "rank": tenant.rank, "device": f"{self.device}:{tenant.device}"}
+            | {f"{use}_bytes": getattr(tenant.memory, use) for use in (*LASTING, *PASSING)}
+            for tenant in self.tenants
+        ]
+        return pd.DataFrame(rows)
 
     def by_device(self) -> pd.DataFrame:
         """One row a device: bytes that last, and the peak."""
@@ -235,11 +239,6 @@ class MemoryEstimate:
             for n in self.devices
         ]
         return pd.DataFrame(rows)
-
-    def _row(self, tenant: Tenant) -> dict[str, Any]:
-        uses = {f"{use}_bytes": getattr(tenant.memory, use) for use in (*LASTING, *PASSING)}
-        where = {"pool": tenant.pool, "rank": tenant.rank, "device": f"{self.device}:{tenant.device}"}
-        return {"role": tenant.role, **where, **uses}
 
     def picture(self) -> DeviceMap:
         """Devices as boxes, roles in them, bytes as bars."""

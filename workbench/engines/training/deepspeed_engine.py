@@ -116,11 +116,9 @@ class DeepSpeedEngine(TrainingEngine):
             )
         DeepSpeedEngine._tensor_ranks = t
 
-    def _trained_elements(self) -> int:
-        return max(1, sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad))
-
     def _config(self) -> dict[str, Any]:
         bucket = BUCKET_ELEMENTS["zero"]  # its own default reserves 2 GB
+        trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         return {
             # `step` sets the boundaries of accumulation itself, so that their number may differ from step to step.
             "train_micro_batch_size_per_gpu": 1,
@@ -133,7 +131,7 @@ class DeepSpeedEngine(TrainingEngine):
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": self._stage,
-                "reduce_bucket_size": min(bucket, self._trained_elements()),
+                "reduce_bucket_size": max(1, min(bucket, trained)),
                 "allgather_bucket_size": bucket,
             },
         }
@@ -149,7 +147,10 @@ class DeepSpeedEngine(TrainingEngine):
         try:
             self._backward(passes)
             with span("optimizer"):
-                return self._step_without_zero() if self._stage == 0 else self._step_with_zero(), ""
+                if self._stage == 0:
+                    return self._step_without_zero(), ""
+                self._engine.step()  # leaves everything as it is when the norm is not finite
+                return float(self._engine.get_global_grad_norm()), ""
         except BaseException:
             self._drop_gradients()
             raise
@@ -204,10 +205,6 @@ class DeepSpeedEngine(TrainingEngine):
             value = self._loss_of(micro) * (self._world_size * scale)
             with span("backward"):  # what is reduced between ranks overlaps with it
                 self._engine.backward(value)
-
-    def _step_with_zero(self) -> float:
-        self._engine.step()  # leaves everything as it is when the norm is not finite
-        return float(self._engine.get_global_grad_norm())
 
     def _step_without_zero(self) -> float:
         self._unscale()

@@ -221,7 +221,7 @@ class ShardedEngine(TrainingEngine):
         raise BadInput("gathered() of a parameter that is sliced", "a rank holds a slice of it", "use named_weights()")
 
     def stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._whole_weights(self._stored)
+        return self._whole_weights(next(iter(self._shard.held.values())).dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights(self._dtype)
@@ -232,10 +232,6 @@ class ShardedEngine(TrainingEngine):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {weight.name: weight.shape for weight in self._shard.weights}
-
-    @property
-    def _stored(self) -> torch.dtype:
-        return next(iter(self._shard.held.values())).dtype
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         with self._whole_gradients(passes):

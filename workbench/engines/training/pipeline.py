@@ -66,11 +66,11 @@ class Pipeline:
     def step(self, passes: Sequence[Pass]) -> None:
         """Forward and backward passes of all micro-batches; gradients stay in the parameters."""
         ahead = min(self._ranks.world_size - 1 - self._ranks.rank, len(passes))
-        in_flight: deque[tuple[Pass, Tensor | None, Tensor]] = deque()
+        in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
 
         def forward(micro: Pass, received: Tensor | None) -> Tensor:
             output = self._forward(micro, received)
-            in_flight.append((micro, received, output))
+            in_flight.append((received, output))
             return output.detach()
 
         for micro in passes[:ahead]:
@@ -78,11 +78,11 @@ class Pipeline:
         received = self._with_previous(None, passes[ahead].inputs) if ahead < len(passes) else None
         for n in range(ahead, len(passes)):
             output = forward(passes[n], received)
-            gradient = self._backward(*in_flight[0], self._with_next(output, in_flight[0][2]))
+            gradient = self._backward(*in_flight[0], self._with_next(output, in_flight[0][1]))
             in_flight.popleft()
             received = self._with_previous(gradient, passes[n + 1].inputs if n + 1 < len(passes) else None)
         for sent in in_flight:
-            self._with_previous(self._backward(*sent, self._with_next(None, sent[2])), None)
+            self._with_previous(self._backward(*sent, self._with_next(None, sent[1])), None)
 
     def _forward(self, micro: Pass, received: Tensor | None) -> Tensor:
         """This stage's hidden states [T, H], or on the last stage the loss."""
@@ -96,7 +96,7 @@ class Pipeline:
                 output = self._module.read(hidden, **read)
             return micro.loss(output)
 
-    def _backward(self, micro: Pass, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, received: Tensor | None, output: Tensor, gradient: Tensor | None) -> Tensor | None:
         """The gradient [T, H] of the received hidden states; None on the first stage."""
         with self._span("backward", 0):
             torch.autograd.backward(output, gradient)
