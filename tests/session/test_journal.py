@@ -237,9 +237,9 @@ def test_the_position_takes_the_place_of_what_it_has_and_of_nothing_else(lab: wb
 def test_the_metrics_of_an_update_that_was_not_made_again_are_kept_too(lab: wb.Workbench) -> None:
     batch = lab.put(stored())
     metrics = lab.critic.update_critic(batch)
-    outcomes, recorded = lab.runner.outcomes, read_journal(lab.description.id).updates
-    outcomes.finished.clear()  # as in a later kernel
-    outcomes.updates.of_role = {"critic": replace(recorded["critic"], weights=lab.runner.counters.weights["critic"])}
+    interrupted, recorded = lab.runner.interrupted, read_journal(lab.description.id).updates
+    interrupted.finished.clear()  # as in a later kernel
+    interrupted.unfinished = {"critic": replace(recorded["critic"], weights=lab.runner.counters.weights["critic"])}
     assert lab.critic.update_critic(batch) == metrics
     assert kept(lab) == {"critic": metrics}
     lab.runner.counters.weights["critic"] = Weights.fresh(0)

@@ -366,7 +366,7 @@ class Algorithm(StageEdits):
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
-        self.lab.runner.overlap.wait()
+        self.lab.runner.scheduler.wait()
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

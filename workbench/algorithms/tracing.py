@@ -14,7 +14,7 @@ from workbench.batches.batch import Batch
 from workbench.data.example_stream import ExampleStream
 from workbench.errors import BadInput
 from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.stage_names import StageNames
+from workbench.stages.runner import StageNames
 
 PROMPT_COLUMNS = ("prompt_ids", "prompt_uid", "prompt")
 
@@ -102,7 +102,7 @@ class Tracer(StageNames):
     def note(self, stage: Stage) -> TracedBatch:
         """Record a stage under a unique name."""
         taken, number = {other.name for other in self.stages}, 1
-        named = isinstance(stage.function, GroupOperation) and self._stage_name
+        named = isinstance(stage.function, GroupOperation) and self.stage_name
         name = wanted = named or stage.name
         while name in taken:
             number += 1

@@ -42,10 +42,10 @@ from workbench.display.interrupts import uninterrupted
 from workbench.errors.plain_text import said
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
-from workbench.stages.journal import SentRun
+from workbench.stages.interrupted import UnfinishedUpdate
+from workbench.stages.ledger import SentRun
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.stages.unfinished import UnfinishedUpdate
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
@@ -106,7 +106,7 @@ class SessionJournal:
             registry.start_journal(self._lab, entry)
 
     def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
-        """See `workbench.stages.journal.Journal`."""
+        """See `workbench.stages.ledger.Journal`."""
         with self._lock, uninterrupted():
             entry: dict[str, Any] = {}
             if sent is not None:
@@ -150,7 +150,7 @@ class SessionJournal:
             text = json.dumps(values, default=str)
             if text != self._texts.get(section):
                 changes[section] = self._texts[section] = text
-        updates = self._runner.outcomes.known_updates()
+        updates = self._runner.interrupted.known_updates()
         if updates != self._updates:
             changes["updates"] = {role: pickle.dumps(update) for role, update in updates.items()}
             self._updates = updates

@@ -29,9 +29,9 @@ from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
 from workbench.session.recovering import RECOVERY
-from workbench.stages.journal import SentRun
-from workbench.stages.run import GRACE_S
+from workbench.stages.ledger import SentRun
 from workbench.stages.runner import StageRunner
+from workbench.stages.stage import GRACE_S
 
 POLL_S = 0.2
 Note = Callable[[str], None]
@@ -48,7 +48,7 @@ def take_over(
         prompts.go_on(
             recorded.counters["drawn"], recorded.counters["prompts"], recorded.ledger, recorded.ledger_changes
         )
-    runner.outcomes.updates.of_role = {
+    runner.interrupted.unfinished = {
         role: replace(update, weights=counters.weights[role])
         for role, update in recorded.updates.items() if role in counters.weights
     }  # fmt: skip
@@ -169,19 +169,19 @@ def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
     """Wait for a stage that the kernel before had called, and keep what it did."""
     replies = [_reply(runner.hosts, run, host, note) for host in run.hosts]
     there = [reply for reply in replies if reply is not None]
-    runner.outcomes.record_replies(there)
+    runner.record_replies(there)
     if run.drawn is not None:
         runner.counters.draw_again(*run.drawn)
     if not run.updates or len(there) != len(run.hosts) or any(reply.failure for reply in there):
         return
     parts = [reply.stopped for reply in there if reply.stopped is not None]
     if parts and len(parts) == len(there):
-        runner.outcomes.ended_without_kernel(run, parts, None)
+        runner.interrupted.ended_without_kernel(run, parts, None)
     elif not parts:
         metrics: Metrics = {}
         for rank in run.result_ranks:
             merge_metrics(metrics, there[rank].metrics)
-        runner.outcomes.ended_without_kernel(run, (), MetricValues(reported(metrics)))
+        runner.interrupted.ended_without_kernel(run, (), MetricValues(reported(metrics)))
     runner.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
 
 

@@ -18,7 +18,6 @@ from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT
 from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.isolated import isolated
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.workers.roles.rollout import DELEGATED
@@ -50,7 +49,7 @@ class Publication:
         # the role's later stages wait for it, and are not run where it fails
         run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then, as_update=True)
         run.when_over(lambda: self.run.when_over(self._release))
-        self._runner.overlap.submit(self.run)
+        self._runner.scheduler.submit_unwaited(self.run)
         return run
 
     def _release(self) -> None:
@@ -88,7 +87,7 @@ class WeightSync:
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
         )
         self._last = publication, take
-        runner.overlap.submit(take)
+        runner.scheduler.submit_unwaited(take)
         return take
 
 
@@ -109,11 +108,11 @@ class RolloutCaller:
                 rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.overlap.on))
+        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.scheduler.overlaps))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         run = self._prepare(operation, args, kwargs, wait=False)
-        self._runner.overlap.submit(run)
+        self._runner.scheduler.submit_unwaited(run)
         return run
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:
@@ -155,5 +154,5 @@ def refresh_reference(runner: StageRunner) -> None:
                 "refresh_reference() here", f"the workbench needs a {role} with the operation {operation}",
                 "open it with a reference, and with workers derived from workbench's own",
             )  # fmt: skip
-    with isolated(runner, "refresh_reference"):
+    with runner.isolated("refresh_reference"):
         WeightSync(runner, "reference", "take_weights").start(probe=False).result()
