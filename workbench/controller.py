@@ -467,9 +467,6 @@ class Workbench:
 
     def note_position(self) -> None:
         """Record the position of the algorithm, from which a later kernel goes on."""
-        if (algorithm := self.position.algorithm) is not None:
-            made = algorithm.made.values()
-            self.runner.interrupted.in_position([value.given if isinstance(value, Run) else value for value in made])
         self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:

@@ -106,7 +106,7 @@ class Algorithm(StageEdits):
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
-        with keeping(self.lab, stage, self.made):
+        with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = drawn(self.lab, graph)
                 self.made.update(made)

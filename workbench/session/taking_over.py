@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +41,17 @@ def take_over(
     note: Note,
 ) -> None:  # fmt: skip
     """Give a workbench what the kernel before had. note: called with what is waited for."""
-    counters = runner.counters
     if recorded.counters:
         _take_counters(recorded.counters, runner)
         prompts.go_on(
             recorded.counters["drawn"], recorded.counters["prompts"], recorded.ledger, recorded.ledger_changes
         )
-    runner.interrupted.unfinished = {
-        role: replace(update, weights=counters.weights[role])
-        for role, update in recorded.updates.items() if role in counters.weights
-    }  # fmt: skip
     if runner.ownership.drives:
         for run in recorded.open_runs.values():
-            _finish(runner, run, note)
+            if run.parts or run.result is not None:
+                runner.interrupted.take_over(run)
+            else:
+                _finish(runner, run, note)
         _end_snapshots(runner, recorded.position.get("snapshots", {}))
     _take_batches(recorded, runner)
     if recorded.position:

@@ -12,8 +12,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from workbench.backends.base import Backend, Pending
 from workbench.backends.hosts import Hosts
@@ -22,7 +22,6 @@ from workbench.display.progress import note
 from workbench.errors import StageInterrupted, UpstreamError, WorkbenchError
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
-from workbench.messages.metrics import Metrics, merge_metrics
 from workbench.messages.replies import UpdatePart
 from workbench.stages.ledger import Counters, Ownership, SentRun
 from workbench.workers.stopping import PATIENCE_S, StopPoint
@@ -158,49 +157,14 @@ class StopCoordinator:
 # --- updates that were interrupted ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedUpdate:
-    """weights: as the run left them. parts: how far each rank came. result: what it gave, where it came to its end all
-    the same."""
-
-    run: SentRun
-    weights: Weights
-    parts: tuple[UpdatePart, ...] = ()
-    result: Any = None
-
-    def is_call_of(self, run: SentRun, weights: Weights) -> bool:
-        """Whether a run is the same call, of the same weights, on the same rows."""
-        before = self.run
-        same = (before.name, before.code, self.weights) == (run.name, run.code, weights)
-        return same and before.read.keys() == run.read.keys() and all(
-            column.location.same(run.read[name].location) for name, column in before.read.items()
-        )  # fmt: skip
-
-    def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
-        """Calls that go on with its next step. layout, result_ranks: as they are now."""
-        parts = self.parts
-        if layout != self.run.layout:  # it has moved since: the metrics so far go to one rank whose metrics count
-            metrics: Metrics = {}
-            for rank in self.run.result_ranks:
-                merge_metrics(metrics, parts[rank].metrics)
-            empty = replace(parts[0], metrics={})
-            parts = tuple(
-                replace(empty, metrics=metrics) if rank == result_ranks[0] else empty for rank in range(len(calls))
-            )
-        return [replace(call, resume_from=part) for call, part in zip(calls, parts, strict=True)]
-
-
 class Interrupted:
-    """unfinished: by role, the last interrupted update; an update of another kind, or another state of the role, ends
-    it. finished: by role, the last update, until its metrics are known to have been delivered: the same call by a later
-    kernel gives them, and takes no step. They have been delivered when the caller whose call returned them calls
-    another stage of the role, and when the algorithm's position has them."""
+    """unfinished: by role, the last update that was interrupted, or whose kernel is gone: the same call again goes on
+    with its next step, or gives its metrics. An update of another kind, or another state of the role, ends it."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters) -> None:
         self._hosts, self._ownership, self._counters = hosts, ownership, counters
-        self.unfinished: dict[str, UnfinishedUpdate] = {}
-        self.finished: dict[str, UnfinishedUpdate] = {}
-        self._received: dict[str, int] = {}  # by role, the newest update whose result was returned to its caller
+        self.unfinished: dict[str, SentRun] = {}
+        self._open: dict[str, SentRun] = {}  # by role, the update that has ended and is open in the journal
         self._lock = threading.Lock()  # results are returned in the notebook's thread, runs end in the scheduler's
 
     # --- in this kernel -----------------------------------------------------------------------------------------------
@@ -223,6 +187,10 @@ class Interrupted:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""
         if run.updates and run.group.role in self._counters.weights and not run.writes:
             self._remember(_sent_run(run), run.parts, run.given)
+            if run.over:
+                with self._lock:
+                    self._ownership.keep_open(run.number)
+                    self._keep(self.unfinished[run.group.role])
         elif not run.updates:
             self._draw_again(run)
 
@@ -234,11 +202,10 @@ class Interrupted:
 
     def _remember(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
         """Have the same call of an update go on with its next step, or give its metrics if it came to its end."""
-        self.unfinished[run.role] = UnfinishedUpdate(
-            run=run, weights=self._counters.weights[run.role], parts=tuple(parts), result=result
-        )
+        weights = self._counters.weights[run.role]
+        self.unfinished[run.role] = replace(run, weights=weights, parts=tuple(parts), result=result)
 
-    def _take(self, run: Run, *, ended: bool) -> UnfinishedUpdate | None:
+    def _take(self, run: Run, *, ended: bool) -> SentRun | None:
         """The interrupted update of which this run is the same call. ended: whether to look for one that came to its
         end."""
         role, weights = run.group.role, self._counters.weights.get(run.group.role)
@@ -246,7 +213,7 @@ class Interrupted:
         if not run.updates or weights is None or update is None or (update.result is not None) != ended:
             return None
         del self.unfinished[role]
-        return update if update.is_call_of(_sent_run(run), weights) else None
+        return update if update.is_same_call(_sent_run(run), weights) else None
 
     def answer_ended(self, run: StageRun) -> None:
         """End an update that was done when it was interrupted, with the metrics that it had."""
@@ -271,51 +238,63 @@ class Interrupted:
         """The updates, as role.operation, that an interrupt left between two of their steps."""
         weights = self._counters.weights
         return [
-            update.run.name
+            update.name
             for role, update in self.unfinished.items()
             if update.result is None and weights.get(role) == update.weights
         ]
 
+    def forget(self, *, all_of_them: bool = False) -> None:
+        """Weights were put back: an update that has left others cannot be gone on with."""
+        for role, update in [*self.unfinished.items(), *self._open.items()]:
+            if all_of_them or update.weights != self._counters.weights.get(role):
+                self.unfinished.pop(role, None)
+                self._close(role)
+
     # --- for a later kernel -------------------------------------------------------------------------------------------
+    # A run that was sent is open in the journal until its caller has its result. A stage of an algorithm is over in the
+    # entry that has the position, see `Ownership.together`; an update by hand once its metrics are returned.
 
     def over(self, run: Run) -> None:
         """Record in the journal what came of a run that its ranks have ended."""
         if self._ownership.journal is not None and run.batch is not None:
             run.batch.settle(wait=False)
-        weights = self._counters.weights
-        if run.updates and run.state == "done" and not run.writes and run.group.role in weights:
-            ended = UnfinishedUpdate(run=_sent_run(run), weights=weights[run.group.role], result=run.given)
-            with self._lock:
-                self.finished[run.group.role] = ended
-        self._ownership.record(over=run.number)
+        role, done_update = run.group.role, run.state == "done" and run.operation.updates
+        with self._lock:
+            update = self.unfinished.get(role)
+            if update is None or update.number != run.number:
+                update = None
+                if done_update and not run.writes and not run.in_position and not run.was_received:
+                    update = replace(_sent_run(run), weights=self._counters.weights.get(role), result=run.given)
+            if update is not None:
+                self._keep(update)
+                return
+            if done_update:
+                self._close(role)  # an earlier one
+            self._ownership.record(over=[run.number])
 
     def received(self, run: Run) -> None:
         """Note that the result of a run was returned to its caller."""
-        if run.updates:
-            with self._lock:
-                self._received[run.group.role] = max(run.number, self._received.get(run.group.role, 0))
-
-    def called(self, role: str) -> None:
-        """A caller calls a stage of this role: it has what was returned to it before."""
         with self._lock:
-            if role in self.finished and self.finished[role].run.number <= self._received.get(role, 0):
-                del self.finished[role]
+            run.was_received = True
+            update = self._open.get(run.group.role)
+            if update is not None and update.number == run.number:
+                self._close(run.group.role)
 
-    def in_position(self, results: Collection[object]) -> None:
-        """The algorithm's position, which goes to the journal next, has these results of stages."""
-        with self._lock:
-            self.finished = {
-                role: update
-                for role, update in self.finished.items()
-                if not any(update.result is result for result in results)
-            }
+    def _keep(self, update: SentRun) -> None:
+        """Keep an update open in the journal, with what came of it, in place of an earlier one of the role."""
+        earlier, self._open[update.role] = self._open.get(update.role), update
+        over = [] if earlier is None or earlier.number == update.number else [earlier.number]
+        self._ownership.record(sent=update, over=over)
 
-    def known_updates(self) -> dict[str, UnfinishedUpdate]:
-        """By role, what the same call of an update goes on from, or gives: of the weights that the role has now."""
-        weights = self._counters.weights
-        with self._lock:
-            known = [*self.unfinished.items(), *self.finished.items()]
-        return {role: update for role, update in known if weights.get(role) == update.weights}
+    def _close(self, role: str) -> None:
+        if (update := self._open.pop(role, None)) is not None:
+            self._ownership.record(over=[update.number])
+
+    def take_over(self, run: SentRun) -> None:
+        """Go on with an update that another kernel knew to have ended, or to have stopped."""
+        if run.role in self._counters.weights:
+            self._remember(run, run.parts, run.result)
+            self._open[run.role] = self.unfinished[run.role]
 
     def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
         """Remember an update that ended, or stopped, after its kernel had ended."""
@@ -325,7 +304,7 @@ class Interrupted:
         before = weights[run.role].steps
         steps = _steps(before, parts) if result is None else result.get("optimizer_steps", before + 1)
         weights[run.role] = Weights.fresh(int(steps))
-        self._remember(run, parts, result)
+        self.take_over(replace(run, parts=tuple(parts), result=result))
 
 
 def _steps(before: int, parts: Sequence[UpdatePart]) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from workbench.backends import registry
@@ -13,7 +14,10 @@ from workbench.batches.references import Column
 from workbench.batches.store import Weights
 from workbench.config.description import Description
 from workbench.errors import NotDriving, NotFound
+from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics
+from workbench.messages.replies import UpdatePart
 
 
 class Counters:
@@ -59,8 +63,12 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class SentRun:
-    """A stage that was sent to hosts. read: the columns that an update read. drawn: (iteration, draw), where it drew
-    samples."""
+    """A stage that was sent to hosts, and whose result its caller does not have: an entry of the journal.
+
+    read: the columns that an update read. drawn: (iteration, draw), where it drew samples. Of an update whose ranks
+    have ended it: parts, how far each rank came, where it was stopped between two of its steps; result, its metrics,
+    where it came to its end; weights, as it left them. The same call again goes on from there.
+    """
 
     number: int
     name: str
@@ -72,14 +80,37 @@ class SentRun:
     layout: str = ""
     read: Mapping[str, Column] = field(default_factory=dict)
     drawn: tuple[int, int] | None = None
+    parts: tuple[UpdatePart, ...] = ()
+    result: Any = None
+    weights: Weights | None = None
+
+    def is_same_call(self, later: SentRun, weights: Weights | None) -> bool:
+        """Whether a later run is the same call, on the same rows, of a role that has the weights that this one left."""
+        same = (self.name, self.code, self.weights) == (later.name, later.code, weights)
+        return same and self.read.keys() == later.read.keys() and all(
+            column.location.same(later.read[name].location) for name, column in self.read.items()
+        )  # fmt: skip
+
+    def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
+        """Calls that go on with its next step. layout, result_ranks: as they are now."""
+        parts = self.parts
+        if layout != self.layout:  # it has moved since: the metrics so far go to one rank whose metrics count
+            metrics: Metrics = {}
+            for rank in self.result_ranks:
+                merge_metrics(metrics, parts[rank].metrics)
+            empty = replace(parts[0], metrics={})
+            parts = tuple(
+                replace(empty, metrics=metrics) if rank == result_ranks[0] else empty for rank in range(len(calls))
+            )
+        return [replace(call, resume_from=part) for call, part in zip(calls, parts, strict=True)]
 
 
 class Journal(Protocol):
     """The journal of one workbench."""
 
-    def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
-        """Append what has changed since the last entry. sent: a stage that now goes to its hosts. over: the number of
-        a stage that its hosts have ended."""
+    def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
+        """Append what has changed since the last entry. sent: a stage that now goes to its hosts, or more that is known
+        of it. over: numbers of stages whose results their callers have, or that left nothing."""
 
 
 class Ownership:
@@ -95,7 +126,9 @@ class Ownership:
         self.closed, self.drives = False, True
         self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
-        self._together = False
+        self._gathering: int | None = None  # the thread that is inside `together`
+        self._over: list[int] = []  # still to be appended
+        self._lock = threading.Lock()
         self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
 
     def take(self) -> None:
@@ -111,23 +144,40 @@ class Ownership:
             owner, self._owner_stamp = registry.owner(self._id), stamp
             self.drives = owner is None or owner.controller == self.controller
 
-    def record(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
+    def record(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
         """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
-        if self._together and sent is None and over is None:
+        if self.journal is None:
             return
+        with self._lock:
+            self._over.extend(over)
+            if self.gathers and sent is None and (over or self._gathering == threading.get_ident()):
+                return
+            gathered: list[int] = []
+            if not self.gathers:
+                gathered, self._over = self._over, gathered
         self.notice_takeover()
-        if self.journal is not None and self.drives:
-            self.journal.append(sent=sent, over=over)
+        if self.drives:
+            self.journal.append(sent=sent, over=gathered)
+
+    def keep_open(self, run: int) -> None:
+        """Do not append that this run is over, which was to be appended at the end of `together`."""
+        with self._lock:
+            self._over = [number for number in self._over if number != run]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some thread is inside `together`."""
+        return self._gathering is not None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, changes are appended at the end, as one entry: a kernel that ends in between leaves none of them. For
-        what no hosts take part in: the entries of stages are appended at once."""
-        before, self._together = self._together, True
+        """Inside, changes are appended at the end, as one entry, and so is that stages are over: a kernel that ends in
+        between leaves none of them. That a stage is sent is appended at once, and so are changes by other threads."""
+        before, self._gathering = self._gathering, self._gathering or threading.get_ident()
         try:
             yield
         finally:
-            self._together = before
+            self._gathering = before
             self.record()
 
     def check_open(self) -> None:

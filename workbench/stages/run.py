@@ -44,7 +44,8 @@ class Run(ABC):
     stage: the name of its operation; name: with its role. arguments: all by name, defaults among them. updates: whether
     the role's later stages wait for it. code: a text that is equal for equal code and arguments. reads, writes:
     columns. result_ranks: the ranks whose outputs and metrics make the result. reported_as: the name under which its
-    metrics are reported. input, batch: what it was given, until it has ended, and what it makes.
+    metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: what it
+    was given, until it has ended, and what it makes.
     Once it is done: made and meta, the columns that it made and what travels along; metrics, what its ranks reported;
     given, the result of an update; read, the columns that an update read. parts: of an update that was stopped, how
     many steps each rank took. Unix times are 0.0 until then.
@@ -56,14 +57,13 @@ class Run(ABC):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     result_ranks: tuple[int, ...] = ()
-    updates = by_loop = stuck = from_store = False
+    updates = by_loop = stuck = from_store = in_position = was_received = False
     input: Batch | None = None
     batch: Batch | None = None
     given: Any = None
     operation: Operation
     arguments: Mapping[str, Any]
     _then: Callable[[], None] | None = None
-    _take: Callable[[Batch], None] | None = None
 
     def __init__(self, runner: StageRunner, group: WorkerGroup, stage: str) -> None:
         self.runner, self.group, self.stage, self.name = runner, group, stage, f"{group.role}.{stage}"
@@ -287,7 +287,7 @@ class Run(ABC):
 
     def _forget(self) -> None:
         """Drop its inputs, so that batches which nobody else holds are released."""
-        self._inputs, self.input, self._then, self._take, self._cleaned = [], None, None, None, True
+        self._inputs, self.input, self._then, self._cleaned = [], None, None, True
 
     def _set_over(self) -> None:
         self._over.set()

@@ -17,7 +17,6 @@ import torch
 from workbench.backends.hosts import Hosts
 from workbench.backends.starting import Step, settle
 from workbench.batches import files
-from workbench.batches.batch import Batch
 from workbench.batches.scored_rows import ScoredRows
 from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted
@@ -74,7 +73,6 @@ class StageRunner(StageNames):
         self.scores: list[ScoreListener] = []
         groups.assign = self.live.retrain
         self._reusing = False
-        self._taker: tuple[str, Callable[[Batch], None]] | None = None
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
         self._drives = 0  # times that `driving` was entered
 
@@ -109,9 +107,8 @@ class StageRunner(StageNames):
         """
         self.check_driver()
         self.groups.check_whole(group)
-        run = StageRun(self, group, operation, as_update=as_update, then=then, take=self._taker_of(operation))
+        run = StageRun(self, group, operation, as_update=as_update, then=then)
         run.check(args, kwargs or {})
-        self.interrupted.called(group.role)
         before, updates = first(), self._open_updates(group)
         run.enqueue([*before, *updates])
         self._log(run)
@@ -121,24 +118,6 @@ class StageRunner(StageNames):
             elif self._reusing and run.batch is not None and not updates and not run.draws_anew:
                 self._answer_from_store(run)
         return run
-
-    @contextlib.contextmanager
-    def handing_over(self, operation: str, take: Callable[[Batch], None]) -> Iterator[None]:
-        """Inside, the call of this operation gives the batch that it makes to `take` before the journal notes that the
-        run is over: one entry has both, and a kernel that ends anywhere leaves both or none. Where stages overlap, a
-        run may end when its caller has gone on, and gives it nothing."""
-        self._taker = operation, take
-        try:
-            yield
-        finally:
-            self._taker = None
-
-    def _taker_of(self, operation: str) -> Callable[[Batch], None] | None:
-        taker = self._taker
-        if taker is None or taker[0] != operation or self.scheduler.overlaps:
-            return None
-        self._taker = None
-        return taker[1]
 
     def _open_updates(self, group: WorkerGroup) -> list[Run]:
         """The updates of a role that were called before: its stages come after them, and are not run when one of them
@@ -327,6 +306,7 @@ class Snapshots:
             runner.scheduler.drain()
             self._everywhere("restoring", here, "restore", key)
             counters.weights.update(weights)
+            runner.interrupted.forget()
             counters.draws = dict(draws)
             runner.ownership.record()
 

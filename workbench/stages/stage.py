@@ -64,14 +64,14 @@ class StageRun(Run):
 
     def __init__(
         self, runner: StageRunner, group: WorkerGroup, stage: str, *, as_update: bool = False,
-        then: Callable[[], None] | None = None, take: Callable[[Batch], None] | None = None,
+        then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """as_update: the role's later stages wait for it, as they do for updates. then: called when it has succeeded,
-        before waiters are woken. take: is given the batch that it makes, see `StageRunner.handing_over`."""
+        before waiters are woken."""
         super().__init__(runner, group, stage)
         self.operation = group.operations[stage].operation
         self.updates = as_update or self.operation.updates
-        self._then, self._take = then, take
+        self._then = then
 
     # --- 1 check ------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class StageRun(Run):
         """Give it its number, and the batch that it will make. inputs: the runs that come before it, beside those that
         make columns which it reads."""
         self.number, self.submitted_s = self.runner.counters.next_run(), time.time()
-        self.by_loop = self.runner.batches.by_loop
+        self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.gathers
         self.reported_as = self.runner.stage_name or self.operation.name
         self._last_metrics = self.runner.counters.last_metrics  # of the iteration in which it was called
         batch, makers = self.input, []
@@ -333,8 +333,6 @@ class StageRun(Run):
                 listener(self.calls[0].meta, scored)
         if self._then is not None:
             self._then()
-        if self._take is not None and isinstance(result, Batch) and not self.given_up:
-            self._take(result)
         return result
 
     def _made(self, collected: Sequence[Reply]) -> Any:
