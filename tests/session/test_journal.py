@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import errno
 import itertools
 import json
@@ -231,54 +230,6 @@ def test_the_metrics_of_an_update_that_was_not_made_again_are_kept_too(lab: wb.W
     lab.runner.counters.weights["critic"] = Weights.fresh(0)  # `recover`, or the end of a comparison
     interrupted.forget()
     assert read_journal(lab.description.id).open_runs == {}
-
-
-def state(lab: wb.Workbench) -> str:
-    found = read_journal(lab.description.id)
-    batches = {name: repr(batch) for name, batch in found.batches.items()}
-    locations = {number: repr(location) for number, location in found.locations.items()}
-    sent = {number: run.name for number, run in found.open_runs.items()}
-    return repr((found.counters, found.position, sent, locations, batches))
-
-
-def test_a_journal_that_is_cut_or_damaged_anywhere_is_read(lab: wb.Workbench) -> None:
-    """Cut, it says what its whole entries say. With a bit flipped, it says what the other entries say: one that is lost
-    takes no later one with it, or finished updates would be made again. (At every byte: tests/fuzz/test_run_files.py.)
-    """
-    file = registry.get("journal").folder / registry.JOURNAL
-    lengths = [file.stat().st_size]
-    append = registry.append_to_journal
-
-    def measured(id: str, entry: Any) -> None:
-        append(id, entry)
-        lengths.append(file.stat().st_size)
-
-    with pytest.MonkeyPatch.context() as watched:
-        watched.setattr(registry, "append_to_journal", measured)
-        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
-        lab.release("batch1 v1")
-        lab.actor.compute_log_prob(batch)
-    data = file.read_bytes()
-    assert lengths[-1] == len(data)
-    begins = [0, *lengths]
-    prefixes = []
-    for length in begins:
-        file.write_bytes(data[:length])
-        prefixes.append(state(lab))
-    assert len(set(prefixes)) == len(prefixes)
-    for cut in sorted({*range(0, len(data), 99), *(min(len(data), max(0, b + d)) for b in begins for d in (-1, 0, 1))}):
-        file.write_bytes(data[:cut])
-        assert state(lab) == prefixes[bisect.bisect(begins, cut) - 1], cut
-    others = []
-    for begin, end in itertools.pairwise(begins):
-        file.write_bytes(data[:begin] + data[end:])
-        others.append(state(lab))
-    assert others[-1] == prefixes[-2]
-    for place in range(0, len(data), 211):
-        damaged = bytearray(data)
-        damaged[place] ^= 1 << place % 8
-        file.write_bytes(damaged)
-        assert state(lab) == others[bisect.bisect(begins, place) - 1], place
 
 
 def test_a_kernel_that_was_taken_over_from_appends_nothing(lab: wb.Workbench) -> None:

@@ -10,25 +10,6 @@ from workbench.stages.run import Run
 from workbench.stages.scheduler import Scheduler
 
 
-class Idle(Run):
-    """A run that nothing is sent of."""
-
-    def blocked(self) -> bool:
-        return True
-
-    def send(self) -> None:
-        pass
-
-    def poll(self) -> None:
-        pass
-
-    def begin_clock(self) -> None:
-        pass
-
-    def check_time(self) -> None:
-        pass
-
-
 def runner_of(backend: Any = None) -> Any:
     """Of runs that no journal notes, and of which nothing is kept."""
     nothing = lambda *_: None  # noqa: E731
@@ -47,6 +28,6 @@ def group_of(role: str, hosts: Sequence[str] = (), **operations: Any) -> Any:
 
 def run_of(number: int, stage: str) -> Run:
     """A run of the actor's that is in no scheduler's queue."""
-    run = Idle(runner_of(), group_of("actor", ("a-0",)), stage)
+    run = Run(runner_of(), group_of("actor", ("a-0",)), stage)
     run.number = number
     return run

@@ -316,9 +316,6 @@ class LiveTraining:
         """Copies of it, and what is pickled, are the settings as they are now, which are frozen."""
         return replace, (self._now(),)
 
-    def __copy__(self) -> Training:
-        return replace(self._now())
-
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +36,7 @@ COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
-class Run(ABC):
+class Run:
     """One call a rank of one group. `result()` waits; `await run` waits without blocking the notebook; the run, or its
     `batch`, can be given to the next stage at once.
 
@@ -85,28 +84,6 @@ class Run(ABC):
         self._stopping: interrupted.StopCoordinator | None = None
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
 
-    # --- for the scheduler: see `workbench.stages.stage` --------------------------------------------------------------
-
-    @abstractmethod
-    def blocked(self) -> bool:
-        """Whether an input is still to come."""
-
-    @abstractmethod
-    def send(self) -> None:
-        """Make the calls and give them to the hosts."""
-
-    @abstractmethod
-    def poll(self) -> None:
-        """Look at what has come from the hosts."""
-
-    @abstractmethod
-    def begin_clock(self) -> None:
-        """Count its time from now, if it does not count yet."""
-
-    @abstractmethod
-    def check_time(self) -> None:
-        """Fail it if it is late."""
-
     # --- for those who wait -------------------------------------------------------------------------------------------
 
     @property
@@ -150,25 +127,6 @@ class Run(ABC):
             runs = [*runs, *(run for run in others if run.group.pool == self.group.pool)]
         return next((run for run in runs if run.state == "running"), None)
 
-    def run(self) -> Any:
-        """Submit it and wait: the blocking form of a call."""
-        with self._progress() as bar, _interruptible(self) as presses:
-            self.ranks.counts.report = bar.update
-            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
-                self.runner.scheduler.submit(self)
-            result = _wait_for(self, bar, presses)
-        self.received()
-        return result
-
-    def submit(self) -> None:
-        """Submit it, in the background; on the inline backend it runs now."""
-        with _interruptible(self) as presses:
-            with contextlib.suppress(KeyboardInterrupt):
-                self.runner.scheduler.submit(self)
-            if presses.count:
-                with self._progress() as bar:
-                    _wait_for(self, bar, presses)
-
     @checked_call("run.result")
     def result(self) -> Any:
         """Wait: the batch's next version, an update's metrics, or what ranks returned.
@@ -183,8 +141,8 @@ class Run(ABC):
 
     def wait(self) -> Any:
         """Wait as `result` does, for a caller that does not get the result yet."""
-        with self._progress() as bar, _interruptible(self) as presses:
-            return _wait_for(self, bar, presses)
+        with self.progress() as bar, interruptible(self) as presses:
+            return wait_for(self, bar, presses)
 
     def received(self) -> None:
         """Note that its caller has its result."""
@@ -198,7 +156,7 @@ class Run(ABC):
         replies, self.unrecorded = self.unrecorded, []
         self.runner.record_replies(replies)
 
-    def _progress(self) -> Progress:
+    def progress(self) -> Progress:
         return Progress(self.name, unit=self.ranks.unit)
 
     def when_over(self, act: Callable[[], object]) -> None:
@@ -298,7 +256,7 @@ class Run(ABC):
 
 
 @contextlib.contextmanager
-def _interruptible(run: Run) -> Iterator[Presses]:
+def interruptible(run: Run) -> Iterator[Presses]:
     """Inside, the first interrupt asks the run to stop; the second raises `StageInterrupted`."""
     with on_interrupt(run.leave_if_inline) as presses:
         try:
@@ -307,7 +265,7 @@ def _interruptible(run: Run) -> Iterator[Presses]:
             raise interrupted.left_alone(run.name) from None
 
 
-def _wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
+def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
     """The result of a run, or its error. After an interrupt: when its ranks have left it, `StageInterrupted`."""
     while not (run.future.done() and (run.over or not presses.count)):
         if presses.count:

@@ -6,7 +6,6 @@ What happens to the call itself is in `workbench.stages.stage`, step by step.
 from __future__ import annotations
 
 import contextlib
-import numbers
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from workbench.batches import files
 from workbench.batches.scored_rows import ScoredRows
 from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted
-from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
@@ -88,7 +86,7 @@ class StageRunner(StageNames):
         run.submit()
         return run
 
-    def carry_out(self, run: Run) -> Any:
+    def carry_out(self, run: StageRun) -> Any:
         """Run what was prepared, as `call` says."""
         self.batches.store.trim(lambda batch, path: files.write(path, batch))
         if not self.scheduler.overlaps:
@@ -170,11 +168,6 @@ class StageRunner(StageNames):
 
     def report(self, stage: str, metrics: Mapping[str, SupportsFloat]) -> None:
         """See `Workbench.report`."""
-        if not isinstance(metrics, Mapping):
-            raise BadInput(f"metrics={shown(metrics)}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
-        for name, value in metrics.items():
-            if not isinstance(value, numbers.Real):
-                raise BadInput(f"metric {name!r} is {shown(value)}", "a metric is a number", "float(value)")
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
         self.counters.last_metrics[stage] = values

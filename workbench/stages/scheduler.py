@@ -13,6 +13,7 @@ from workbench.backends.hosts import Hosts
 from workbench.errors import StageInterrupted, UpstreamError
 from workbench.stages import interrupted
 from workbench.stages.run import Run
+from workbench.stages.stage import StageRun
 
 POLL_S = 0.05
 
@@ -29,13 +30,13 @@ class Scheduler:
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._open: list[Run] = []
-        self._unwaited: list[Run] = []  # of `overlapping()`
+        self._open: list[StageRun] = []
+        self._unwaited: list[StageRun] = []  # of `overlapping()`
         self.overlaps = False
         self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: StageRun) -> None:
         """Take a run on; it starts at once if it can."""
         with self.lock:
             self._open.append(run)
@@ -97,7 +98,7 @@ class Scheduler:
         changed = True
         while changed:
             changed = False
-            busy: dict[str, Run] = {}
+            busy: dict[str, StageRun] = {}
             for run in list(self._open):
                 pool = run.group.pool.name
                 try:
@@ -120,7 +121,7 @@ class Scheduler:
 
     # --- calls that return at once ------------------------------------------------------------------------------------
 
-    def submit_unwaited(self, run: Run) -> None:
+    def submit_unwaited(self, run: StageRun) -> None:
         """Run it in the background; inside `overlapping()` it is waited for at the end."""
         if self.overlaps:
             self._unwaited.append(run)

@@ -38,7 +38,7 @@ from workbench.placement import ROLLOUT
 from workbench.settings.engines import Training
 from workbench.stages import interrupted
 from workbench.stages.ranks import input_failed, one_error, too_many_failed
-from workbench.stages.run import Run
+from workbench.stages.run import Run, interruptible, wait_for
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
@@ -140,6 +140,25 @@ class StageRun(Run):
     def _stale(self) -> tuple[str, ...]:
         """Columns of an earlier response, which say nothing of the one that it draws."""
         return OF_ONE_RESPONSE if self.operation.samples else ()
+
+    def run(self) -> Any:
+        """Submit it and wait: the blocking form of a call."""
+        with self.progress() as bar, interruptible(self) as presses:
+            self.ranks.counts.report = bar.update
+            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
+                self.runner.scheduler.submit(self)
+            result = wait_for(self, bar, presses)
+        self.received()
+        return result
+
+    def submit(self) -> None:
+        """Submit it, in the background; on the inline backend it runs now."""
+        with interruptible(self) as presses:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.runner.scheduler.submit(self)
+            if presses.count:
+                with self.progress() as bar:
+                    wait_for(self, bar, presses)
 
     # --- 2 plan: called by the scheduler, once its inputs are there ---------------------------------------------------
 
