@@ -116,6 +116,8 @@ class StageRun(Run):
             raise BadInput(f"{batch!r}", f"comes from another workbench than {lab!r}", "use this one's batches")
         return batch, rest
 
+    # --- 2 enqueue ----------------------------------------------------------------------------------------------------
+
     def enqueue(self, inputs: Sequence[Run]) -> None:
         """Give it its number, and the batch that it will make. inputs: the runs that come before it, beside those that
         make columns which it reads."""
@@ -160,7 +162,7 @@ class StageRun(Run):
                 with self.progress() as bar:
                     wait_for(self, bar, presses)
 
-    # --- 2 plan: called by the scheduler, once its inputs are there ---------------------------------------------------
+    # --- 3 plan: called by the scheduler, once its inputs are there ---------------------------------------------------
 
     def blocked(self) -> bool:
         """Whether an input is still to come; fails this run if one never will."""
@@ -228,7 +230,7 @@ class StageRun(Run):
             return (int(self.arguments["seed"]), iteration)
         return (seed, iteration, self.runner.counters.next_draw(iteration))
 
-    # --- 3 send -------------------------------------------------------------------------------------------------------
+    # --- 4 send -------------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
         """Make the calls and give them to the hosts."""
@@ -253,7 +255,7 @@ class StageRun(Run):
                 raise
             self.fail(error)
 
-    # --- 4 poll: called by the scheduler until it is over -------------------------------------------------------------
+    # --- 5 poll: called by the scheduler until it is over -------------------------------------------------------------
 
     def poll(self) -> None:
         """Look at what has come; ends the run when all is there, or when what is missing will never come."""
@@ -324,7 +326,7 @@ class StageRun(Run):
         if self.parts:
             raise interrupted.after(self.name, self.parts[0]) if self.updates else interrupted.as_before(self.name)
 
-    # --- 5 record -----------------------------------------------------------------------------------------------------
+    # --- 6 record -----------------------------------------------------------------------------------------------------
 
     def record(self) -> Any:
         """What it gives: the batch's next version, an update's metrics, or what ranks returned."""
