@@ -64,12 +64,9 @@ from workbench.session.topology import ANSWER_S, Topology
 from workbench.settings.engines import Sampling
 from workbench.settings.precision import Precision
 from workbench.stages.batch_store import BatchStore
-from workbench.stages.counters import Counters
-from workbench.stages.failing import FailedStage
-from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.groups import Groups
-from workbench.stages.ownership import Ownership
-from workbench.stages.replay import replay
+from workbench.stages.debug import FailedStage, replay
+from workbench.stages.group import GroupOperation, Groups, WorkerGroup
+from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.run import Run
 from workbench.stages.run_log import RunLog
 from workbench.stages.runner import StageRunner
@@ -342,7 +339,7 @@ class Workbench:
 
         So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
         """
-        return self.runner.overlap.overlapping()
+        return self.runner.scheduler.overlapping()
 
     def reuse(self) -> AbstractContextManager[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
@@ -352,7 +349,7 @@ class Workbench:
 
     def wait(self) -> None:
         """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
-        self.runner.overlap.wait()
+        self.runner.scheduler.wait()
 
     def report(self, stage: str, metrics: Metrics) -> None:
         """Record metrics of a stage that is a function, beside the metrics of the operations."""
@@ -470,9 +467,6 @@ class Workbench:
 
     def note_position(self) -> None:
         """Record the position of the algorithm, from which a later kernel goes on."""
-        if (algorithm := self.position.algorithm) is not None:
-            made = algorithm.made.values()
-            self.runner.outcomes.in_position([value.given if isinstance(value, Run) else value for value in made])
         self.ownership.record()
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:

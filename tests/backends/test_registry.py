@@ -155,5 +155,5 @@ def test_a_record_that_is_refused_is_told_once(tmp_path: Path) -> None:
 def test_a_record_of_another_version_is_refused_by_attach_and_can_be_stopped() -> None:
     record = replace(opened(describe(), format=1), format=1)
     assert registry.get("mine") == record
-    with expect_error(BadInput, value="record has format 1", rule="reads 4", remedy="wb stop mine"):
+    with expect_error(BadInput, value="record has format 1", rule=f"reads {registry.FORMAT}", remedy="wb stop mine"):
         registry.description(record)

@@ -12,7 +12,7 @@ import workbench as wb
 from workbench.errors import HostDied, RewardError, StageError
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.stages import run
+from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker
 
 
@@ -33,7 +33,7 @@ def lab(two: wb.Workbench) -> wb.Workbench:
 
 
 def test_a_slow_rank_is_not_a_stuck_one(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "GRACE_S", 0.5)
+    monkeypatch.setattr(stage, "GRACE_S", 0.5)
     batch = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)
     first = batch.fetch(["prompt"], rows=[0])["prompt"][0]
 
@@ -52,7 +52,7 @@ def test_a_slow_rank_is_not_a_stuck_one(lab: wb.Workbench, monkeypatch: pytest.M
 
 def test_ranks_that_wait_for_a_failed_one_are_given_up(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comes last: its pool is lost."""
-    monkeypatch.setattr(run, "GRACE_S", 2.0)
+    monkeypatch.setattr(stage, "GRACE_S", 2.0)
     with pytest.raises(StageError, match=r"failed on rank 0: FloatingPointError.*lab\.recover"):
         lab.actor.meet(lab.prompts.next(2))
     with pytest.raises(HostDied, match="its ranks no longer agree"):

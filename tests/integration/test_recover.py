@@ -18,7 +18,7 @@ from tests.cases import TINY, tiny_lab, vowels
 from workbench.errors import BadInput, HostDied, StageInterrupted
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
-from workbench.stages import run
+from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker
 
 
@@ -107,7 +107,7 @@ def test_without_a_checkpoint_and_from_a_stuck_rank(
         assert algorithm.iterate() == expected[0]
         lab.autosave(1)
         algorithm.iterate()
-        monkeypatch.setattr(run, "GRACE_S", 2.0)
+        monkeypatch.setattr(stage, "GRACE_S", 2.0)
         batch = lab.prompts.more(2)
         once_in(lab, lab.actor.hosts[0], "meet", 0, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(StageInterrupted, match=r"rank 0 showed no progress for 2 s.*lab\.recover\(\)"):

@@ -20,7 +20,7 @@ from workbench.backends import registry
 from workbench.batches.columns import Ragged
 from workbench.errors import HostDied, WorkbenchError
 from workbench.models.spec import Model
-from workbench.stages import run
+from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.rollout import plan_of_rollout, rollout_layout
 from workbench.workers.worker import Context
@@ -157,7 +157,7 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
     cut: wb.Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Comes last: its pool is lost, with the rollouts that lie there."""
-    monkeypatch.setattr(run, "GRACE_S", 2.0)
+    monkeypatch.setattr(stage, "GRACE_S", 2.0)
     batch = cut.actor.generate_sequences(cut.prompts.next(4), samples=2, max_new_tokens=6)
     batch.save(tmp_path / "rollouts.safetensors")
     batch = cut.load(tmp_path / "rollouts.safetensors")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import errno
 import itertools
+import json
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def test_a_stage_appends_when_it_is_sent_and_when_it_has_ended(lab: wb.Workbench
     sent, over = list(registry.journal(lab.description.id))[before:]
     number = lab.runner.counters.run
     assert list(sent["sent"]) == [number]
-    assert over["over"] == number
+    assert over["over"] == [number]
     assert list(over["batches"]) == [batch.id]
     assert len(over["locations"]) == 1  # the other columns are where they were
 
@@ -91,11 +90,11 @@ class Changed:
 @pytest.mark.parametrize("value", [b"cno_such_module\nThing\n.", pickle.dumps(Changed(), protocol=4)])
 def test_a_value_that_cannot_be_read_hides_no_other(lab: wb.Workbench, value: bytes) -> None:
     lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)
-    more = {section: {"gone v1": value} for section in ("batches", "locations", "updates", "sent")}
+    more = {section: {"gone v1": value} for section in ("batches", "locations", "sent")}
     registry.append_to_journal(lab.description.id, {**more, "controller": lab.ownership.controller})
     with pytest.warns(UserWarning, match=r"'gone v1' of the journal cannot be read") as warned:
         found = read_journal(lab.description.id)
-    assert len(warned) == 4
+    assert len(warned) == 3
     assert list(found.batches) == list(lab.store)
     assert len(found.locations) == 2
     (row,) = (row for row in wb.ls() if row["id"] == lab.description.id and row["address"] != "inline")
@@ -177,122 +176,60 @@ def test_a_kernel_that_is_taken_over_from_while_it_writes_writes_nothing(lab: wb
 
 def kept(lab: wb.Workbench) -> dict[str, Any]:
     """Updates that a later kernel would not make again: by role, what they gave."""
-    return {role: update.result for role, update in read_journal(lab.description.id).updates.items()}
+    return {run.role: run.result for run in read_journal(lab.description.id).open_runs.values() if run.result}
 
 
-def test_a_finished_update_is_kept_until_its_caller_calls_the_role_again(lab: wb.Workbench) -> None:
-    batch = lab.put(stored())
-    metrics = lab.critic.update_critic(batch)
-    lab.actor.update_actor(batch)
-    assert kept(lab)["critic"] == metrics
-    lab.actor.compute_log_prob(batch)
-    assert set(kept(lab)) == {"critic"}
-    lab.critic.compute_values(batch)
-    assert kept(lab) == {}
-
-
-def test_inside_overlap_nobody_has_the_metrics_yet(lab: wb.Workbench) -> None:
+def test_an_update_is_open_until_its_caller_has_its_metrics(lab: wb.Workbench) -> None:
     batch = lab.put(stored())
     with lab.overlap():
         lab.critic.update_critic(batch)
         lab.actor.update_actor(batch)
-        lab.critic.compute_values(batch)
         assert set(kept(lab)) == {"critic", "actor"}
-    lab.critic.compute_values(batch)
-    assert set(kept(lab)) == {"actor"}
-    lab.actor.compute_log_prob(batch)
     assert kept(lab) == {}
+    run = lab.critic.update_critic.submit(batch)
+    assert kept(lab) == {"critic": run.future.result()}
+    lab.critic.compute_values(batch)
+    assert set(kept(lab)) == {"critic"}
 
+    async def cell() -> Any:
+        return await run
 
-def test_metrics_that_are_awaited_have_been_delivered(lab: wb.Workbench) -> None:
-    batch = lab.put(stored())
-
-    async def cells() -> None:
-        run = lab.critic.update_critic.submit(batch)
-        lab.critic.compute_values(batch)
-        assert set(kept(lab)) == {"critic"}
-        metrics = await run
-        assert kept(lab) == {"critic": metrics}
-        lab.critic.compute_values(batch)
-        assert kept(lab) == {}
-
-    asyncio.run(cells())
+    asyncio.run(cell())
+    assert read_journal(lab.description.id).open_runs == {}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_position_takes_the_place_of_what_it_has_and_of_nothing_else(lab: wb.Workbench, overlap: bool) -> None:
+def test_one_entry_has_the_end_of_a_stage_and_the_position_with_its_result(lab: wb.Workbench, overlap: bool) -> None:
     """An update called by hand, beside those of an algorithm."""
     algorithm = wb.GRPO(lab, prompts=2, samples=2, kl_coefficient=0.0, sampling=wb.Sampling(max_new_tokens=4))
     by_hand = lab.critic.update_critic.submit(lab.put(stored()))
+    before = entries(lab)
     with lab.overlap() if overlap else nullcontext():
         algorithm.iterate()
-    said = [entry.get("updates", {}) for entry in registry.journal(lab.description.id)]
-    assert any("actor" in updates for updates in said)
     assert set(kept(lab)) == {"critic"}
+    numbers = {record.run: record.stage for record in lab.run_log.records()}
+    made: dict[str, Any] = {}
+    for entry in list(registry.journal(lab.description.id))[before:]:
+        made = json.loads(entry["position"])["algorithm"]["made"] if "position" in entry else made
+        for number in entry.get("over", ()):
+            if not overlap:
+                assert numbers[number] in made
     by_hand.result()
-    lab.critic.compute_values(lab.put(stored()))
     assert kept(lab) == {}
 
 
 def test_the_metrics_of_an_update_that_was_not_made_again_are_kept_too(lab: wb.Workbench) -> None:
     batch = lab.put(stored())
-    metrics = lab.critic.update_critic(batch)
-    outcomes, recorded = lab.runner.outcomes, read_journal(lab.description.id).updates
-    outcomes.finished.clear()  # as in a later kernel
-    outcomes.updates.of_role = {"critic": replace(recorded["critic"], weights=lab.runner.counters.weights["critic"])}
-    assert lab.critic.update_critic(batch) == metrics
+    metrics = lab.critic.update_critic.submit(batch).future.result()
+    interrupted = lab.runner.interrupted
+    (run,) = read_journal(lab.description.id).open_runs.values()
+    interrupted.take_over(run)  # as in a later kernel
+    again = lab.critic.update_critic.submit(batch)
+    assert again.from_store and again.future.result() == metrics
     assert kept(lab) == {"critic": metrics}
-    lab.runner.counters.weights["critic"] = Weights.fresh(0)
-    lab.ownership.record()
-    assert kept(lab) == {}  # other weights: `recover`, or the end of a comparison
-
-
-def state(lab: wb.Workbench) -> str:
-    found = read_journal(lab.description.id)
-    batches = {name: repr(batch) for name, batch in found.batches.items()}
-    locations = {number: repr(location) for number, location in found.locations.items()}
-    sent = {number: run.name for number, run in found.open_runs.items()}
-    return repr((found.counters, found.position, found.updates, sent, locations, batches))
-
-
-def test_a_journal_that_is_cut_or_damaged_anywhere_is_read(lab: wb.Workbench) -> None:
-    """Cut, it says what its whole entries say. With a bit flipped, it says what the other entries say: one that is lost
-    takes no later one with it, or finished updates would be made again. (At every byte: tests/fuzz/test_run_files.py.)
-    """
-    file = registry.get("journal").folder / registry.JOURNAL
-    lengths = [file.stat().st_size]
-    append = registry.append_to_journal
-
-    def measured(id: str, entry: Any) -> None:
-        append(id, entry)
-        lengths.append(file.stat().st_size)
-
-    with pytest.MonkeyPatch.context() as watched:
-        watched.setattr(registry, "append_to_journal", measured)
-        batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
-        lab.release("batch1 v1")
-        lab.actor.compute_log_prob(batch)
-    data = file.read_bytes()
-    assert lengths[-1] == len(data)
-    begins = [0, *lengths]
-    prefixes = []
-    for length in begins:
-        file.write_bytes(data[:length])
-        prefixes.append(state(lab))
-    assert len(set(prefixes)) == len(prefixes)
-    for cut in sorted({*range(0, len(data), 99), *(min(len(data), max(0, b + d)) for b in begins for d in (-1, 0, 1))}):
-        file.write_bytes(data[:cut])
-        assert state(lab) == prefixes[bisect.bisect(begins, cut) - 1], cut
-    others = []
-    for begin, end in itertools.pairwise(begins):
-        file.write_bytes(data[:begin] + data[end:])
-        others.append(state(lab))
-    assert others[-1] == prefixes[-2]
-    for place in range(0, len(data), 211):
-        damaged = bytearray(data)
-        damaged[place] ^= 1 << place % 8
-        file.write_bytes(damaged)
-        assert state(lab) == others[bisect.bisect(begins, place) - 1], place
+    lab.runner.counters.weights["critic"] = Weights.fresh(0)  # `recover`, or the end of a comparison
+    interrupted.forget()
+    assert read_journal(lab.description.id).open_runs == {}
 
 
 def test_a_kernel_that_was_taken_over_from_appends_nothing(lab: wb.Workbench) -> None:

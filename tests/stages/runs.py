@@ -6,48 +6,28 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.messages.calls import Call
 from workbench.stages.run import Run
 from workbench.stages.scheduler import Scheduler
 
 
-class NoSteps:
-    """Sends the calls that it is given, and makes nothing of the replies."""
-
-    def __init__(self, calls: Sequence[Any] = ()) -> None:
-        self._calls = list(calls)
-
-    def plan(self, run: Run) -> list[Call]:
-        return self._calls
-
-    def finish(self, run: Run) -> None:
-        pass
-
-    def failed(self, run: Run, error: Exception) -> None:
-        pass
-
-
-class NoOutcomes:
-    """Nothing follows from its runs."""
-
-    def clean_up(self, run: Run) -> None:
-        pass
-
-    def not_received(self, run: Run) -> None:
-        pass
-
-    def received(self, run: Run) -> None:
-        pass
-
-    def over(self, run: Run) -> None:
-        pass
-
-
-def run_of(number: int, stage: str, role: str = "actor", hosts: Sequence[str] = (), calls: Sequence[Any] = ()) -> Run:
-    """A run of a group on pool "a" that is in no scheduler's queue."""
-    nowhere: Any = None
-    group: Any = types.SimpleNamespace(role=role, hosts=tuple(hosts), pool=types.SimpleNamespace(name="a"))
-    return Run(
-        number=number, stage=stage, group=group, inputs=[], steps=NoSteps(calls), outcomes=NoOutcomes(),
-        scheduler=Scheduler(nowhere),
+def runner_of(backend: Any = None) -> Any:
+    """Of runs that no journal notes, and of which nothing is kept."""
+    nothing = lambda *_: None  # noqa: E731
+    hosts: Any = types.SimpleNamespace(backend=backend)
+    return types.SimpleNamespace(
+        hosts=hosts, scheduler=Scheduler(hosts), record_replies=nothing, failures=types.SimpleNamespace(note=nothing),
+        interrupted=types.SimpleNamespace(clean_up=nothing, not_received=nothing, received=nothing, over=nothing),
     )  # fmt: skip
+
+
+def group_of(role: str, hosts: Sequence[str] = (), **operations: Any) -> Any:
+    """Ranks on pool "a"."""
+    pool = types.SimpleNamespace(name="a")
+    return types.SimpleNamespace(role=role, hosts=tuple(hosts), pool=pool, operations=operations)
+
+
+def run_of(number: int, stage: str) -> Run:
+    """A run of the actor's that is in no scheduler's queue."""
+    run = Run(runner_of(), group_of("actor", ("a-0",)), stage)
+    run.number = number
+    return run

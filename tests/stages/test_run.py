@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+import types
 from typing import Any
 
 import pytest
 
-from tests.stages.runs import run_of
+from tests.stages.runs import group_of, runner_of
 from workbench.backends.base import Pending
 from workbench.errors import StageError
 from workbench.messages.replies import Failure, Reply
-from workbench.stages import run as run_module
+from workbench.stages import stage as stage_module
+from workbench.stages.stage import StageRun
 
 FAILED = Reply(
     rank=0, columns={}, metrics={}, meta={}, value=None, spans=[], transfers=[], syncs=[],
@@ -42,16 +44,24 @@ class OneFails:
         return Answer(None)
 
 
+class Sent(StageRun):
+    """Of a call that is not planned."""
+
+    def plan(self) -> list[Any]:
+        return [object() for _ in self.group.hosts]
+
+
 def test_a_rank_is_given_the_grace_from_when_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(1, "compute_reward", "reward", ("a-0", "a-1"), [object(), object()])
-    backend: Any = OneFails()
-    monkeypatch.setattr(run_module, "GRACE_S", 0.2)
-    run.send(backend)
-    run.poll(backend)
+    called = types.SimpleNamespace(operation=types.SimpleNamespace(updates=False))
+    group = group_of("reward", ("a-0", "a-1"), compute_reward=called)
+    run = Sent(runner_of(OneFails()), group, "compute_reward")
+    monkeypatch.setattr(stage_module, "GRACE_S", 0.2)
+    run.send()
+    run.poll()
     assert run.state == "running" and not run.stuck
     began = time.monotonic()
     while run.state == "running":
-        run.poll(backend)
+        run.poll()
     assert 0.1 < time.monotonic() - began < 60.0
     assert run.state == "failed" and run.stuck
     with pytest.raises(StageError, match="bad row"):

@@ -12,7 +12,7 @@ import pytest
 
 from workbench.backends.base import Pending
 from workbench.backends.inline import Finished
-from workbench.stages.stopping import StopCoordinator
+from workbench.stages.interrupted import StopCoordinator
 from workbench.workers.stopping import StageStopped, Stopping
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from workbench.algorithms.buffer import rollouts_of
@@ -43,18 +42,15 @@ def check_can_run_ahead(graph: Graph) -> None:
 
 
 @contextmanager
-def keeping(lab: Lab, stage: Stage, made: dict[str, Any]) -> Iterator[None]:
-    """Run a stage inside, and note the position: `made` has what workers gave before an interrupt is raised, and the
-    journal has both. So no update is made twice, also by a later kernel, and no prompts or samples are drawn again."""
-    operation = isinstance(stage.function, GroupOperation)
+def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
+    """Run a stage inside, and note the position with its result: the journal has both in one entry, so that no update
+    is made twice, also by a later kernel, and no prompts or samples are drawn again."""
+    whole = isinstance(stage.function, GroupOperation) or stage.role == "prompts"
     with ExitStack() as stack:
-        if operation or stage.role == "prompts":
+        if whole:
             stack.enter_context(uninterrupted())
-        if stage.role == "prompts":
+        if whole or not lab.runner.scheduler.overlaps:  # a function may wait, while other stages end
             stack.enter_context(lab.runner.ownership.together())
-        if operation:
-            take = partial(made.__setitem__, stage.name)
-            stack.enter_context(lab.runner.handing_over(stage.operation, take))
         yield
 
 
@@ -73,7 +69,7 @@ def draw_ahead(lab: Lab, graph: Graph, has_run: Callable[[str], None]) -> Batch:
         for stage in stages:
             if stage.name in found.made:
                 continue
-            with keeping(lab, stage, found.made):
+            with keeping(lab, stage):
                 if stage.role == "prompts":
                     found.made[stage.name] = lab.prompts.ahead(groups_of(stages), found.iteration)
                     lab.buffer.waiting.append(found)

@@ -19,7 +19,7 @@ from workbench.batches.batch import Batch
 from workbench.display.ages import ages_html
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.stages.counters import Counters
+from workbench.stages.ledger import Counters
 from workbench.support.assigned import AssignedFunction, NoteChange
 from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import NonNegativeInt, PositiveInt

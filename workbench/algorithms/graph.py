@@ -19,7 +19,6 @@ from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, truncation
 from workbench.stages.group import GroupOperation
-from workbench.stages.planning import deal_rows
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of
 
@@ -200,7 +199,7 @@ class Graph:
         what: the change, for the message; after: the graph with it. made: the stages that have run; stale: those of
         them that would run again.
         """
-        opened = lab.runner.live.open_updates()
+        opened = lab.runner.interrupted.open_updates()
         for stage in self.stages:
             if stage.name in made or f"{stage.role}.{stage.operation}" not in opened:
                 continue
@@ -241,7 +240,7 @@ class Graph:
             if given is None or not stage.inputs or not isinstance(stage.function, GroupOperation):
                 continue
             try:
-                deal_rows(stage.function.group, stage.function.operation, given)
+                stage.function.deal_rows(given)
             except BadInput as error:
                 raise BadInput(f"{title}: {stage.name}: {error.value}", error.rule, error.remedy) from None
 

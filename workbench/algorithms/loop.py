@@ -105,7 +105,7 @@ class Algorithm(StageEdits):
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
-        with keeping(self.lab, stage, self.made):
+        with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = drawn(self.lab, graph)
                 self.made.update(made)
@@ -362,7 +362,7 @@ class Algorithm(StageEdits):
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the newest iteration's stages, as {"stage/metric": value}; waits for them."""
-        self.lab.runner.overlap.wait()
+        self.lab.runner.scheduler.wait()
         return {
             f"{stage}/{name}": value
             for stage, values in self.lab.last_metrics.items()

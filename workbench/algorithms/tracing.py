@@ -20,7 +20,7 @@ from workbench.data.example_stream import ExampleStream
 from workbench.errors import BadInput
 from workbench.objectives.covariance import clips_in_effect
 from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.stage_names import StageNames
+from workbench.stages.runner import StageNames
 from workbench.support.validation import is_settings
 from workbench.workers.scoring import weights_in_effect
 
@@ -110,7 +110,7 @@ class Tracer(StageNames):
     def note(self, stage: Stage) -> TracedBatch:
         """Record a stage under a unique name."""
         taken, number = {other.name for other in self.stages}, 1
-        named = isinstance(stage.function, GroupOperation) and self._stage_name
+        named = isinstance(stage.function, GroupOperation) and self.stage_name
         name = wanted = named or stage.name
         while name in taken:
             number += 1

@@ -32,7 +32,7 @@ from workbench.support.machine import Process
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-FORMAT = 4  # of a record
+FORMAT = 5  # of a record and its journal
 
 JOURNAL = "journal.pkl"
 ROOM_BYTES = 64 * 2**10  # of the files beside the description

@@ -18,7 +18,6 @@ from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, W
 from workbench.errors.containing import passes
 from workbench.errors.plain_text import shown
 from workbench.objectives.covariance import CovarianceLoss
-from workbench.stages.isolated import isolated
 from workbench.support.calls.pickling import name_of
 from workbench.workers.user_loss import told
 
@@ -38,7 +37,7 @@ def check(lab: Lab, names: Sequence[str], loss: Any = None, batch: Any = None) -
     if loss is not None or batch is not None:
         return _check_loss(lab, chosen, loss, batch)
     with ExitStack() as stack:
-        stack.enter_context(isolated(lab.runner, "check"))
+        stack.enter_context(lab.runner.isolated("check"))
         go_back: Callable[[], None] = lambda: None  # noqa: E731 (replaced below where there is something to undo)
         if any(name in UPDATING for name in chosen):
             # what is restored leaves the engine behind the trainer: give it the weights that it had
@@ -72,7 +71,7 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
     batch.need(needed, f"lab.check(loss={name_of(loss) if callable(loss) else loss})")
     subject = LossSubject(lab, loss, batch)
     findings: list[Finding] = []
-    with isolated(lab.runner, "check"):
+    with lab.runner.isolated("check"):
         for name in chosen:
             findings.append(_run(LOSS_CHECKS, subject, name))
             if name == "returns" and findings[0].verdict == "failed":

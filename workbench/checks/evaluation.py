@@ -19,7 +19,6 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
-from workbench.stages.isolated import isolated
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
 from workbench.support.validation import whole
@@ -75,7 +74,7 @@ def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
             scored, _ = scoring.arguments((), {"function": function})
             scoring.check_columns(scored, (*prompt_table(rows, 0), *written))
     responses, frames = [], {}
-    with isolated(lab.runner, "evaluate/stages"):
+    with lab.runner.isolated("evaluate/stages"):
         for name, rows in sets.items():
             found = _responses(lab, rows, asked)
             frames[name] = summary(found, asked.samples)

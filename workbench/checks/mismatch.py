@@ -16,7 +16,6 @@ from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.settings.precision import ALL_TOKENS, MERGED, PRECISIONS, Precision
-from workbench.stages.isolated import isolated
 from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def mismatch(lab: Lab, batch: Batch, precisions: Mapping[str, Precision] | None)
     if precisions is None:
         adapted = lab.groups["actor"].spec.adapter is not None
         precisions = {**PRECISIONS, **(MERGED if adapted else {}), **(ALL_TOKENS if masked else {})}
-    with isolated(lab.runner, "mismatch"):
+    with lab.runner.isolated("mismatch"):
         scored = lab.actor.compute_precisions(batch, precisions=precisions)
         names = ["response_ids", *(f"log_prob_{name}" for name in precisions)]
         wanted = ("response_mask", *(() if batch.meta.get(TRUNCATION) and not masked else ("rollout_log_prob",)))

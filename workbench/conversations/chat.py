@@ -22,7 +22,6 @@ from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError
 from workbench.messages.metric_values import MetricValues
 from workbench.settings.engines import Sampling
-from workbench.stages.isolated import isolated
 from workbench.support.checked_calls import checks_calls
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -286,7 +285,7 @@ class Chat:
         return pd.DataFrame(lines)
 
     def _critic_values(self, path: Sequence[Turn]) -> list[float]:
-        with isolated(self._lab.runner, STAGE):
+        with self._lab.runner.isolated(STAGE):
             batch = self._put([path], before_edits=True, trains=False)
             batch = self._lab.critic.compute_values(batch.repeat(self._continuations.ranks("critic")))
             return list(batch.turns(rows=[0]).value)

@@ -18,7 +18,6 @@ from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling
-from workbench.stages.isolated import isolated
 from workbench.support.seeds import derive_seed
 
 TRAVELS = ("temperature", "truncation", "weights_version")  # of the meta of rollouts
@@ -52,7 +51,7 @@ class Continuations:
         rows = max(n, self.ranks("actor"), self.ranks("critic") if values else 1)
         seed = derive_seed("turns", self._seed, self._draws) % 2**31
         settings = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        with isolated(self._lab.runner, STAGE):
+        with self._lab.runner.isolated(STAGE):
             batch = self._lab.put(table, owner="conversation")
             batch = self._lab.actor.generate_sequences(batch, samples=rows, seed=seed, **settings)
             found = batch.fetch(rows=range(n))

@@ -15,7 +15,6 @@ from workbench.data.endpoint_call import STOP, EndpointCall, read_address
 from workbench.errors import BadInput, RolloutError, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling
-from workbench.stages.isolated import isolated
 from workbench.workers.agents.requests import MODEL
 
 NAME, POLL_S, LONGEST_S = "lab.serve()", 0.02, 10.0**9
@@ -72,7 +71,7 @@ class Endpoint:
         """One stage that lasts as long as the endpoint; no other may be called meanwhile."""
         lab, call = self._lab, EndpointCall(str(self._folder), os.getpid())
         try:
-            with lab.runner.driving(NAME), isolated(lab.runner, "serve"):
+            with lab.runner.driving(NAME), lab.runner.isolated("serve"):
                 batch = lab.put(row_table(lab, "serve"))
                 options = {**vars(self._sampling), "agent": call, "call_timeout_s": LONGEST_S, "most_failed": 1.0}
                 run = lab.actor.generate_sequences.submit(batch, **options)

@@ -11,7 +11,7 @@ from workbench.backends.hosts import Hosts
 from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
 from workbench.settings.engines import SYNC_STRATEGIES
-from workbench.stages.groups import Groups
+from workbench.stages.group import Groups
 from workbench.stages.live_settings import EVENT
 from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant

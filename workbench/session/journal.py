@@ -7,9 +7,9 @@ and one when its hosts have ended it. An entry says what has changed since the o
     whole      there where it stands for all entries before; other handles' entries behind it do not count
     counters   JSON: numbers of runs, batches and draws, the weights of each role, where the prompts are
     position   JSON: where the algorithm of the last step is, streams of examples, automatic saves, checkpoints
-    updates    updates that were interrupted between two of their steps, or whose metrics nobody has yet, by role
-    sent       stages that went to their hosts, by number: `SentRun`
-    over       the number of a stage that its hosts have ended
+    sent       stages that went to their hosts, by number: `SentRun`; again with what came of an update that was
+               interrupted, or whose metrics nobody has yet
+    over       numbers of stages whose results their callers have, or that left nothing
     locations  where rows of columns are, by controller and number: `Location`
     batches    what the store keeps, by name: `KeptBatch` or `FiledBatch`
     ledger     what the ledger of prompts has come to know; in a whole entry, `ledger_state` is all of it
@@ -28,7 +28,7 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,10 +42,9 @@ from workbench.display.interrupts import uninterrupted
 from workbench.errors.plain_text import said
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
-from workbench.stages.journal import SentRun
+from workbench.stages.ledger import SentRun
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.stages.unfinished import UnfinishedUpdate
 
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
@@ -83,7 +82,7 @@ class SessionJournal:
     ) -> None:
         self._runner, self._position, self._checkpoints, self._prompts = runner, position, checkpoints, prompts
         self._lock = threading.RLock()
-        self._open: dict[int, bytes] = {}
+        self._open = {run.number: pickle.dumps(run) for run in runner.interrupted.unfinished.values()}
         self._complete = False  # whether the file has all that is noted as written
         self._stamp: journal_file.Stamp | None = None  # of the file, as this kernel left it
         self._start()
@@ -93,7 +92,6 @@ class SessionJournal:
         if self._prompts.records is not None:
             self._prompts.records.changes = None
         self._texts: dict[str, str] = {}
-        self._updates: dict[str, UnfinishedUpdate] = {}
         self._names: set[str] = set()
         self._numbers: weakref.WeakKeyDictionary[Location, str] = weakref.WeakKeyDictionary()
         self._next_number, self._entries = itertools.count(), 0
@@ -105,15 +103,15 @@ class SessionJournal:
             entry = {**self._changes(), "sent": dict(self._open), "whole": True, "controller": self._controller}
             registry.start_journal(self._lab, entry)
 
-    def append(self, *, sent: SentRun | None = None, over: int | None = None) -> None:
-        """See `workbench.stages.journal.Journal`."""
+    def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
+        """See `workbench.stages.ledger.Journal`."""
         with self._lock, uninterrupted():
             entry: dict[str, Any] = {}
             if sent is not None:
                 self._open[sent.number] = pickle.dumps(sent)
                 entry["sent"] = {sent.number: self._open[sent.number]}
-            if over is not None and self._open.pop(over, None) is not None:
-                entry["over"] = over
+            if closed := [number for number in over if self._open.pop(number, None) is not None]:
+                entry["over"] = closed
             if self._stamp != registry.journal_stamp(self._lab):  # by a kernel that was slow, or by the next one
                 self._complete = False
                 self._runner.ownership.notice_takeover()
@@ -150,10 +148,6 @@ class SessionJournal:
             text = json.dumps(values, default=str)
             if text != self._texts.get(section):
                 changes[section] = self._texts[section] = text
-        updates = self._runner.outcomes.known_updates()
-        if updates != self._updates:
-            changes["updates"] = {role: pickle.dumps(update) for role, update in updates.items()}
-            self._updates = updates
         return changes | self._ledger_changes() | self._batch_changes()
 
     def _ledger_changes(self) -> dict[str, Any]:
@@ -258,7 +252,6 @@ class Recorded:
 
     counters: dict[str, Any] = field(default_factory=dict)
     position: dict[str, Any] = field(default_factory=dict)
-    updates: dict[str, UnfinishedUpdate] = field(default_factory=dict)
     open_runs: dict[int, SentRun] = field(default_factory=dict)
     locations: dict[str, Location] = field(default_factory=dict)
     batches: dict[str, KeptBatch | FiledBatch] = field(default_factory=dict)
@@ -269,22 +262,22 @@ class Recorded:
 def read_journal(lab: str) -> Recorded:
     """What the journal of the workbench with this id says. Warns of values that cannot be read, and names them."""
     texts: dict[str, str] = {"counters": "{}", "position": "{}"}
-    pickled: dict[str, dict[Any, bytes]] = {"updates": {}, "sent": {}, "locations": {}, "batches": {}}
+    pickled: dict[str, dict[Any, bytes]] = {"sent": {}, "locations": {}, "batches": {}}
     ledger, ledger_changes = None, list[bytes]()
     for entry in registry.owned_entries(lab):
         if "ledger_state" in entry:
             ledger, ledger_changes = entry["ledger_state"], []
         ledger_changes += entry.get("ledger", [])
         texts |= {section: entry[section] for section in texts if section in entry}
-        pickled["updates"] = entry.get("updates", pickled["updates"])
         for section in ("sent", "locations", "batches"):
             pickled[section] |= entry.get(section, {})
-        pickled["sent"].pop(entry.get("over"), None)
+        for number in entry.get("over", ()):
+            pickled["sent"].pop(number, None)
         for name in entry.get("released", ()):
             pickled["batches"].pop(name, None)
     found = {section: _readable(section, values) for section, values in pickled.items()}
     return Recorded(
-        counters=json.loads(texts["counters"]), position=json.loads(texts["position"]), updates=found["updates"],
+        counters=json.loads(texts["counters"]), position=json.loads(texts["position"]),
         open_runs=found["sent"], locations=found["locations"], batches=found["batches"],
         ledger=ledger, ledger_changes=ledger_changes,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from workbench.data.example_stream import ExampleStream
 from workbench.messages.metric_values import MetricValues
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.stages.batch_store import BatchStore
-from workbench.stages.counters import Counters
+from workbench.stages.ledger import Counters
 from workbench.support.assigned import NoteChange
 
 

@@ -20,7 +20,7 @@ from workbench.mapping.workload import Workload
 from workbench.placement import ROLLOUT, Placement
 from workbench.session.position import Position
 from workbench.session.topology import Topology
-from workbench.stages.ownership import Ownership
+from workbench.stages.ledger import Ownership
 from workbench.support.validation import whole
 from workbench.telemetry.store import TelemetryStore
 

@@ -69,7 +69,7 @@ def _recover(
         raise
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
-    runner.outcomes.updates.of_role.clear()
+    runner.interrupted.forget(all_of_them=True)
     for stream in position.streams():
         position.put_back_stream(stream)
     runner.ownership.record()

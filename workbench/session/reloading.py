@@ -27,7 +27,7 @@ from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import HostInfo
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT
-from workbench.stages.groups import Groups
+from workbench.stages.group import Groups
 from workbench.stages.runner import StageRunner
 from workbench.support import pickles
 from workbench.support.calls.pickling import name_of
@@ -147,7 +147,7 @@ class Reloader:
     def take_edits(self) -> None:
         """See `Workbench.take_edits`."""
         runner = self._runner
-        if runner.overlap.on or runner.snapshots.open or runner.batches.looping:
+        if runner.scheduler.overlaps or runner.snapshots.open or runner.batches.looping:
             return  # what belongs together runs the same code
         if self._watched is None:
             self._tell_of_edits()

@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from workbench.session.checkpoint.files import Checkpoint, read_checkpoint
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
 from workbench.session.recovering import RECOVERY
-from workbench.stages.journal import SentRun
-from workbench.stages.run import GRACE_S
+from workbench.stages.ledger import SentRun
 from workbench.stages.runner import StageRunner
+from workbench.stages.stage import GRACE_S
 
 POLL_S = 0.2
 Note = Callable[[str], None]
@@ -42,19 +41,17 @@ def take_over(
     note: Note,
 ) -> None:  # fmt: skip
     """Give a workbench what the kernel before had. note: called with what is waited for."""
-    counters = runner.counters
     if recorded.counters:
         _take_counters(recorded.counters, runner)
         prompts.go_on(
             recorded.counters["drawn"], recorded.counters["prompts"], recorded.ledger, recorded.ledger_changes
         )
-    runner.outcomes.updates.of_role = {
-        role: replace(update, weights=counters.weights[role])
-        for role, update in recorded.updates.items() if role in counters.weights
-    }  # fmt: skip
     if runner.ownership.drives:
         for run in recorded.open_runs.values():
-            _finish(runner, run, note)
+            if run.parts or run.result is not None:
+                runner.interrupted.take_over(run)
+            else:
+                _finish(runner, run, note)
         _end_snapshots(runner, recorded.position.get("snapshots", {}))
     _take_batches(recorded, runner)
     if recorded.position:
@@ -169,19 +166,19 @@ def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
     """Wait for a stage that the kernel before had called, and keep what it did."""
     replies = [_reply(runner.hosts, run, host, note) for host in run.hosts]
     there = [reply for reply in replies if reply is not None]
-    runner.outcomes.record_replies(there)
+    runner.record_replies(there)
     if run.drawn is not None:
         runner.counters.draw_again(*run.drawn)
     if not run.updates or len(there) != len(run.hosts) or any(reply.failure for reply in there):
         return
     parts = [reply.stopped for reply in there if reply.stopped is not None]
     if parts and len(parts) == len(there):
-        runner.outcomes.ended_without_kernel(run, parts, None)
+        runner.interrupted.ended_without_kernel(run, parts, None)
     elif not parts:
         metrics: Metrics = {}
         for rank in run.result_ranks:
             merge_metrics(metrics, there[rank].metrics)
-        runner.outcomes.ended_without_kernel(run, (), MetricValues(reported(metrics)))
+        runner.interrupted.ended_without_kernel(run, (), MetricValues(reported(metrics)))
     runner.telemetry.append_event("run of an earlier kernel", run=run.number, stage=run.name)
 
 

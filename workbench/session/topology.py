@@ -19,9 +19,8 @@ from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.placement.moves import TAKEN_ALONG
-from workbench.stages.counters import Counters
-from workbench.stages.groups import Groups
-from workbench.stages.ownership import Ownership
+from workbench.stages.group import Groups
+from workbench.stages.ledger import Counters, Ownership
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import TelemetryStore
 from workbench.telemetry.transfer_sums import MOVES

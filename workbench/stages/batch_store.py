@@ -21,10 +21,9 @@ from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import load_tokenizer
-from workbench.stages.counters import Counters
-from workbench.stages.groups import Groups
-from workbench.stages.ownership import Ownership
-from workbench.stages.planning import group_pulls
+from workbench.stages.group import Groups
+from workbench.stages.ledger import Counters, Ownership
+from workbench.stages.stage import group_pulls
 from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, checked
 
 if TYPE_CHECKING:

@@ -4,55 +4,52 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from workbench.backends.hosts import Hosts
+from workbench.batches.balance import Chunks, minibatch_rows
 from workbench.batches.batch import Batch
-from workbench.errors import BadInput
+from workbench.batches.store import Weights
+from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
-from workbench.placement import Layout, Placement, Pool
+from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.settings.engines import LIVE, Training
-from workbench.stages.live_training import Assign, LiveTraining
+from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
 from workbench.support.named_fields import meant
 from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
+from workbench.workers.roles import ROLE_WORKERS
 
 if TYPE_CHECKING:
     from workbench.stages.run import Run
 
 
+Assign = Callable[[str, Mapping[str, Any]], None]
+"""Of a role, fields of its training and their new values: checks them, and has them hold from the next stage on."""
+
+
 class Caller(Protocol):
-    """Carries out the calls of a group: the workbench."""
+    """Carries out the calls of a group: the workbench, and for the actor the rollout workers."""
 
-    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it, and give what comes of it."""
-        ...
-
-    def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """Run it in the background."""
-        ...
+    def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def submit(
+        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Run: ...
 
 
 class Placer(Caller, Protocol):
-    """A caller that can also move a group."""
+    """A caller that can also move a group: the workbench."""
 
     @property
-    def placement(self) -> Placement:
-        """Where its roles run."""
-        ...
-
-    def move(self, placement: Placement) -> Any:
-        """Change to that placement."""
-        ...
-
-    def take_edits(self) -> None:
-        """Take edited code first, where that is to happen of itself."""
-        ...
+    def placement(self) -> Placement: ...
+    def move(self, placement: Placement) -> Any: ...
+    def take_edits(self) -> None: ...
 
 
 class GroupOperation:
@@ -122,6 +119,28 @@ class GroupOperation:
         """Raise `BadInput` where a batch with columns of these names will not do for these arguments."""
         if self.operation.check_columns is not None:
             self.operation.check_columns(arguments, self.group.spec, names)
+
+    def deal_rows(self, rows: int) -> tuple[list[Chunks], list[int]]:
+        """The row numbers of each rank, one array a minibatch, and the ranks whose outputs make the result.
+
+        Raises `BadInput` where the rows cannot be dealt out: minibatches that do not divide them, a rank without any.
+        """
+        group, operation, where = self.group, self.operation, f"{self.group.role}.{self.operation.name}"
+        wanted = group.spec.training.minibatches if operation.minibatched and group.spec.training else 1
+        # only updates need equal minibatches; inference follows their cut where there is one, see Training
+        parts = len(operation.protocol.collect(group.layout))
+        follows = rows % wanted == 0 and rows // wanted >= parts
+        minibatches = minibatch_rows(rows, wanted if operation.updates or follows else 1)
+        dealt = operation.protocol.deal(group.layout, minibatches, where)
+        collected = operation.protocol.gather(group.layout, dealt, rows, where)
+        for rank, chunks in enumerate(dealt):
+            if not all(map(len, chunks)):
+                raise BadInput(
+                    f"{rows} rows for {where} on {len(group.hosts)} ranks",
+                    f"rank {rank} would have none",
+                    f"use at least {len(collected) * len(minibatches)} rows",
+                )
+        return dealt, collected
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
         """A short text that is equal for equal code, arguments and models, functions that score among them; empty for
@@ -267,3 +286,134 @@ class WorkerGroup:
             for name, o in self.operations.items()
         ]
         return table(rows, caption=repr(self).strip("<>"))
+
+
+class LiveTraining:
+    """Reads and changes the `Training` of a role. Every value is checked at once; a wrong one changes nothing.
+
+    The fields in `workbench.settings.engines.LIVE` can be assigned. They go to the ranks with each update, so that all
+    ranks, and processes that are started later, have the same. An update that is under way keeps what it was called
+    with.
+    """
+
+    def __init__(self, role: str, now: Callable[[], Training | None], assign: Assign | None) -> None:
+        self.__dict__.update(_role=role, _now=now, _assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.take({name: value})
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Assign several fields at once: those that must fit together, such as schedule and total_steps."""
+        self._assign(self._role, values)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._now() == (other._now() if isinstance(other, LiveTraining) else other))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies of it, and what is pickled, are the settings as they are now, which are frozen."""
+        return replace, (self._now(),)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._now())
+
+    def __dir__(self) -> list[str]:
+        return [field.name for field in fields(Training)]
+
+
+class Groups:
+    """by_role: the groups. lead: the group whose tokenizer makes the tokens, and to whose hosts tables are put.
+
+    caller: carries out the calls of the groups. delegate_rollout: called when the groups of rollout workers were made,
+    so that they generate for the actor. when_changed: called when a role was added or dropped. assign: changes the
+    training of a role, see `LiveSettings`.
+    """
+
+    lead: WorkerGroup
+    numeric: WorkerGroup
+
+    def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters, caller: Placer) -> None:
+        self._hosts, self._ownership, self._counters, self._caller = hosts, ownership, counters, caller
+        self.by_role: dict[str, WorkerGroup] = {}
+        self.delegate_rollout: Callable[[], object] = lambda: None
+        self.when_changed: list[Callable[[], object]] = []
+        self.assign: Assign
+
+    def make(self) -> None:
+        """Make the groups of a workbench that is opened."""
+        self._refresh()
+        self.lead = self.by_role[self._hosts.description.lead]
+        place = self._hosts.place_of("numeric")
+        self.numeric = WorkerGroup("numeric", *place, self.lead.spec, ROLE_WORKERS["numeric"], self._caller)
+
+    def follow_hosts(self) -> None:
+        """Place all groups on the current hosts; handles of the roles that stay are valid."""
+        self._refresh()
+        for group in (*self.by_role.values(), self.numeric):
+            group.place(*self._hosts.place_of(group.worker_role))
+
+    def take_new_code(self) -> None:
+        """Give the groups the operations that their worker classes have now."""
+        for role, (model, _) in self._wanted().items():
+            self.by_role[role].become(model, model.worker or ROLE_WORKERS[role])
+        self.numeric.become(self.numeric.spec, ROLE_WORKERS["numeric"])
+        if ROLLOUT in self.by_role:
+            self.delegate_rollout()
+
+    @property
+    def compute_advantages(self) -> GroupOperation:
+        """The operation of no role."""
+        return self.numeric.operations["compute_advantages"]
+
+    def check_whole(self, group: WorkerGroup) -> None:
+        """Raise where the group cannot take a stage: the role was dropped, its pool was lost."""
+        if group.dropped:
+            there = f"the workbench has {', '.join(self.by_role)}"
+            raise NotFound(f"the {group.role} was dropped", there, f"lab.add({group.role!r}, ...)")
+        self._hosts.require_whole(group.pool, group.role)
+
+    def check_alive(self, group: WorkerGroup) -> None:
+        """Raise where the group cannot take a stage, or the workbench is closed or another kernel's."""
+        self._ownership.check_drives()
+        self.check_whole(group)
+
+    def _wanted(self) -> dict[str, tuple[Model, str]]:
+        """For each role its model, and the role whose workers carry out its operations."""
+        description = self._hosts.description
+        wanted = {role: (model, role) for role, model in description.models.items()}
+        if description.actor_is_reference:
+            wanted["reference"] = replace(description.models["actor"], adapter=None, worker=None), "actor"
+        return wanted
+
+    def _refresh(self) -> None:
+        """Make a group for each role that lacks one, and drop those of roles that are gone."""
+        wanted = self._wanted()
+        for role, group in list(self.by_role.items()):
+            if role not in wanted or group.worker_role != wanted[role][1]:
+                del self.by_role[role]
+                self._counters.weights.pop(role, None)
+                group.dropped = True
+                if role == ROLLOUT:
+                    self.by_role["actor"].take_back()
+        for role, (model, worker_role) in wanted.items():
+            if role in self.by_role:
+                self.by_role[role].spec = model
+            else:
+                self._add(role, model, worker_role)
+        for act in self.when_changed:
+            act()
+
+    def _add(self, role: str, model: Model, worker_role: str) -> None:
+        kind = model.worker or ROLE_WORKERS[role]
+        place = self._hosts.place_of(worker_role)
+        self.by_role[role] = WorkerGroup(role, *place, model, kind, self._caller, worker_role, self.assign)
+        if model.trained or (role in ("reference", ROLLOUT) and worker_role == role):
+            # an actor with a worker class of the user's may load other weights than rollout workers do
+            own = role == ROLLOUT and self._hosts.description.models["actor"].worker is not None
+            self._counters.weights[role] = Weights.fresh(0) if own else Weights(steps=0, state="")
+        if role == ROLLOUT:
+            self.delegate_rollout()

@@ -7,19 +7,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workbench.backends.hosts import Hosts
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import LIVE, Training
-from workbench.stages.counters import Counters
-from workbench.stages.groups import Groups
-from workbench.stages.outcomes import Outcomes
-from workbench.stages.ownership import Ownership
 from workbench.support.named_fields import meant
 from workbench.support.notebook_cell import running_cell
-from workbench.telemetry.store import TelemetryStore
+
+if TYPE_CHECKING:
+    from workbench.stages.runner import StageRunner
 
 EVENT = "setting"
 _by: ContextVar[str] = ContextVar("_by", default="")
@@ -42,18 +39,13 @@ class LiveSettings:
     there, and each update takes them to its ranks.
     """
 
-    def __init__(
-        self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, outcomes: Outcomes,
-        telemetry: TelemetryStore,
-    ) -> None:  # fmt: skip
-        self._hosts, self._ownership, self._groups = hosts, ownership, groups
-        self._counters, self._outcomes, self._telemetry = counters, outcomes, telemetry
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner, self._hosts = runner, runner.hosts
         self.count = 0  # of changes, for what shows them
 
     def retrain(self, role: str, values: Mapping[str, Any]) -> None:
         """Change fields of a role's training. `BadInput`, with nothing changed, where it cannot be."""
-        self._ownership.check_open()
-        self._ownership.check_drives()
+        self._runner.ownership.check_drives()
         with self._hosts.changing:
             before, changed = self._retrain(role, values)
             after = self._hosts.description.models[role].training
@@ -76,7 +68,9 @@ class LiveSettings:
         changed = [name for name in values if getattr(before, name) != getattr(after, name)]
         if not changed:
             return before, changed
-        if "minibatches" in changed and any(run.startswith(f"{role}.") for run in self.open_updates()):
+        if "minibatches" in changed and any(
+            run.startswith(f"{role}.") for run in self._runner.interrupted.open_updates()
+        ):
             raise BadInput(
                 first, f"an update of the {role} is between two of its minibatches, as an interrupt left it",
                 "run the same call again, which takes the rest, and then change it",
@@ -87,23 +81,19 @@ class LiveSettings:
         except BaseException:
             self._hosts.become(description)
             raise
-        self._groups.follow_hosts()
+        self._runner.groups.follow_hosts()
         return before, changed
-
-    def open_updates(self) -> list[str]:
-        """The updates, as role.operation, that an interrupt left between two of their steps."""
-        return self._outcomes.updates.open(self._counters.weights)
 
     def note(self, setting: str, before: Any, after: Any) -> None:
         """Record that a setting was changed, when, and by which cell."""
-        cell = running_cell()
+        cell, iteration = running_cell(), self._runner.counters.iteration
         self.count += 1
-        self._telemetry.append_event(
-            EVENT, setting=setting, before=_plain(before), after=_plain(after), iteration=self._counters.iteration,
+        self._runner.telemetry.append_event(
+            EVENT, setting=setting, before=_plain(before), after=_plain(after), iteration=iteration,
             cell=None if cell is None else cell.number, cell_id="" if cell is None else cell.id,
             by=_by.get(),
         )  # fmt: skip
-        self._ownership.record()
+        self._runner.ownership.record()
 
 
 def _check_live(role: str, training: Training, values: Mapping[str, Any]) -> None:

@@ -1,97 +1,90 @@
-"""One execution of a stage: a future with progress, result and error."""
+"""What a caller holds of a stage under way: a future with progress, result and error."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.backends.base import Backend
-from workbench.batches.references import Settled
+from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import StageError, StageTimeout, UpstreamError
+from workbench.errors import StageError, UpstreamError
 from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import Call
 from workbench.messages.metric_values import MetricValues
+from workbench.messages.operation import Operation
 from workbench.messages.replies import Reply, UpdatePart
-from workbench.stages import interruptions
-from workbench.stages.rank_errors import input_failed, one_error
-from workbench.stages.rank_watch import RankWatch
-from workbench.stages.run_protocols import Ranks, RunOutcomes, Steps
-from workbench.stages.stopping import StopCoordinator
-from workbench.stages.waiting import interruptible, wait_async, wait_for
+from workbench.stages import interrupted
+from workbench.stages.ranks import RankWatch
 from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch
-    from workbench.batches.references import Column
-    from workbench.stages.scheduler import Scheduler
+    from workbench.batches.references import Column, Settled
+    from workbench.stages.group import WorkerGroup
+    from workbench.stages.runner import StageRunner
 
-# A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
-# after a failure, or when they are to stop, are taken to be stuck; those that make progress are waited for.
-GRACE_S = 60.0
+SHOW_S = 0.2
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Run:
-    """One call a rank of one group, made when its inputs are there.
+    """One call a rank of one group. `result()` waits; `await run` waits without blocking the notebook; the run, or its
+    `batch`, can be given to the next stage at once.
 
-    `result()` waits; `await run` waits without blocking the notebook.
-
-    inputs: the runs that come before it. timeout_s: how long it may take, from when its ranks begin or, behind a run
-    that was cancelled, from when it waits. updates: whether the role's later stages wait for it. writes: the columns
-    that it is registered to write. code: a text that is equal for equal code and arguments. result_ranks: the ranks
-    whose outputs and metrics make the result. makes: gives the batch that it is making, which can be given to the next
-    stage at once, as the run itself can.
-
-    read: the columns that an update read. made, meta: the columns that it made, and the meta that it adds, once it is
-    done. metrics: what its ranks reported. given: the result of an update. parts: of an update that was stopped, how
-    many steps each rank took. dependents: batches that wait for it. Unix times are 0.0 until then.
+    stage: the name of its operation; name: with its role. arguments: all by name, defaults among them. updates: whether
+    the role's later stages wait for it. code: a text that is equal for equal code and arguments. reads, writes:
+    columns. result_ranks: the ranks whose outputs and metrics make the result. reported_as: the name under which its
+    metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: what it
+    was given, until it has ended, and what it makes.
+    Once it is done: made and meta, the columns that it made and what travels along; metrics, what its ranks reported;
+    given, the result of an update; read, the columns that an update read. parts: of an update that was stopped, how
+    many steps each rank took. Unix times are 0.0 until then.
     """
 
-    def __init__(
-        self, *, number: int, stage: str, group: Ranks, inputs: Sequence[Run], steps: Steps, outcomes: RunOutcomes,
-        scheduler: Scheduler, timeout_s: float | None = None, updates: bool = False, writes: tuple[str, ...] = (),
-        code: str = "", result_ranks: tuple[int, ...] = (), by_loop: bool = False,
-        makes: Callable[[Run], Batch] | None = None,
-    ) -> None:  # fmt: skip
-        self.number, self.stage, self.group = number, stage, group
-        self.name = f"{group.role}.{stage}"
-        self.updates, self.writes, self.code = updates, writes, code
-        self.result_ranks, self.by_loop, self.timeout_s = result_ranks, by_loop, timeout_s
+    number, submitted_s, started_s, ended_s = 0, 0.0, 0.0, 0.0
+    timeout_s: float | None = None
+    code, reported_as = "", ""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    result_ranks: tuple[int, ...] = ()
+    updates = by_loop = stuck = from_store = in_position = was_received = False
+    input: Batch | None = None
+    batch: Batch | None = None
+    given: Any = None
+    operation: Operation
+    arguments: Mapping[str, Any]
+    _then: Callable[[], None] | None = None
+
+    def __init__(self, runner: StageRunner, group: WorkerGroup, stage: str) -> None:
+        self.runner, self.group, self.stage, self.name = runner, group, stage, f"{group.role}.{stage}"
         self.future: Future[Any] = Future()
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
         self.unrecorded: list[Reply] = []
         self.parts: tuple[UpdatePart, ...] = ()
-        self.stuck = self.from_store = False
-        self.submitted_s, self.started_s, self.ended_s = time.time(), 0.0, 0.0
         self.made: Mapping[str, Column] = {}
         self.read: Mapping[str, Column] = {}
-        self.given: Any = None
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
-        self.dependents: list[weakref.ref[Settled]] = []
-        self._inputs, self._outcomes, self._scheduler = list(inputs), outcomes, scheduler
-        self._steps: Steps | None = steps
+        self.dependents: list[weakref.ref[Settled]] = []  # batches that wait for it
+        self.ranks = RankWatch(group.hosts, "rows" if stage in COUNT_ROWS else "micro-batches")
+        self._inputs: list[Run] = []
         self._cleaned = False
         self._over = threading.Event()
         self._abandoned = ""  # why its result is not wanted any more
-        self._backend: Backend | None = None  # from `send` on
-        self._stopping: StopCoordinator | None = None
+        self._stopping: interrupted.StopCoordinator | None = None
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
-        self._unit = "rows" if stage in COUNT_ROWS else "micro-batches"
-        self.ranks = RankWatch(group.hosts, self._unit)
-        self.batch = None if makes is None else makes(self)
 
-    # --- for those who wait ----------------------------------------------------------------------------------------
+    # --- for those who wait -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -130,28 +123,9 @@ class Run:
         """The run under way that this one waits for: one that makes an input, or has its pool."""
         runs = self._inputs
         if self.state == "waiting":
-            runs = [*runs, *(run for run in self._scheduler.open_runs() if run.group.pool == self.group.pool)]
+            others = self.runner.scheduler.open_runs()
+            runs = [*runs, *(run for run in others if run.group.pool == self.group.pool)]
         return next((run for run in runs if run.state == "running"), None)
-
-    def run(self) -> Any:
-        """Submit it and wait: the blocking form of a call."""
-        with self._progress() as bar, interruptible(self) as presses:
-            self.ranks.counts.report = bar.update
-            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
-                self._scheduler.submit(self)
-            result = wait_for(self, bar, presses)
-        self.received()
-        return result
-
-    @checked_call("run.submit")
-    def submit(self) -> None:
-        """Submit it, in the background; on the inline backend it runs now."""
-        with interruptible(self) as presses:
-            with contextlib.suppress(KeyboardInterrupt):
-                self._scheduler.submit(self)
-            if presses.count:
-                with self._progress() as bar:
-                    wait_for(self, bar, presses)
 
     @checked_call("run.result")
     def result(self) -> Any:
@@ -165,17 +139,25 @@ class Run:
         self.received()
         return result
 
-    @checked_call("run.wait")
     def wait(self) -> Any:
         """Wait as `result` does, for a caller that does not get the result yet."""
-        with self._progress() as bar, interruptible(self) as presses:
+        with self.progress() as bar, interruptible(self) as presses:
             return wait_for(self, bar, presses)
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        return wait_async(self).__await__()
+    def received(self) -> None:
+        """Note that its caller has its result."""
+        self.runner.interrupted.received(self)
 
-    def _progress(self) -> Progress:
-        return Progress(self.name, unit=self._unit)
+    def __await__(self) -> Generator[Any, None, Any]:
+        return _wait_async(self).__await__()
+
+    def record_replies(self) -> None:
+        """Record what its ranks reported, once."""
+        replies, self.unrecorded = self.unrecorded, []
+        self.runner.record_replies(replies)
+
+    def progress(self) -> Progress:
+        return Progress(self.name, unit=self.ranks.unit)
 
     def when_over(self, act: Callable[[], object]) -> None:
         """Call `act` once it has ended, in whatever way; now, if it has."""
@@ -184,17 +166,6 @@ class Run:
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it is over, in whatever way."""
         self._over.wait(timeout_s)
-
-    def received(self) -> None:
-        """Note that its caller has its result."""
-        self._outcomes.received(self)
-
-    def not_received(self) -> None:
-        """Note that its waiter was interrupted, and the result reaches nobody."""
-        self._outcomes.not_received(self)
-
-    def __repr__(self) -> str:
-        return f"<Run {self.number}: {self.name}, {self.state}>"
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +179,7 @@ class Run:
             return False
         if self.calls and self.leave_if_inline():  # the lock is with the thread that computes it
             return True
-        with self._scheduler.lock:  # not while it is being sent, or ended
+        with self.runner.scheduler.lock:  # not while it is being sent, or ended
             if self.done:
                 return False
             self._abandoned = "it was cancelled"
@@ -224,7 +195,7 @@ class Run:
     def leave_if_inline(self) -> bool:
         """Have it stop where this process computes it, without a lock; whether that is so. Called in the notebook's
         thread, wherever that is."""
-        if self._backend is None or self._backend.name != "inline" or self.done:
+        if not self.calls or self.done or self.runner.hosts.backend.name != "inline":
             return False
         self._abandoned = "it was cancelled"
         self._leave()
@@ -232,117 +203,14 @@ class Run:
 
     def _leave(self) -> None:
         """Ask its ranks to leave it."""
-        if self._stopping is None and self._backend is not None:
-            self._stopping = StopCoordinator(self._backend, self.group.hosts, self.number)
+        if self._stopping is None and self.calls:
+            self._stopping = interrupted.StopCoordinator(self.runner.hosts.backend, self.group.hosts, self.number)
             self.ranks.note_progress()
 
-    # --- for the scheduler --------------------------------------------------------------------------------------------
-
-    def blocked(self) -> bool:
-        """Whether an input is still to come; fails this run if one never will."""
-        for run in self._inputs:
-            if run.state in ("failed", "cancelled"):
-                self.fail(input_failed(self.name, run.name, None if run.future.cancelled() else run.future.exception()))
-                return True
-        return not all(run.done for run in self._inputs)
-
-    def plan(self) -> list[Call]:
-        """The calls that `send` makes."""
-        return [] if self._steps is None else self._steps.plan(self)
-
-    def send(self, backend: Backend) -> None:
-        """Make the calls and give them to the hosts."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.calls, self.started_s = self.plan(), time.time()
-            self._backend = backend
-            self.begin_clock()
-            if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
-                self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
-            for host, call in zip(self.group.hosts, self.calls, strict=True):
-                self.ranks.answers.append(backend.execute(host, call, self.ranks.counts.count))
-            self.ranks.begin()
-        except BaseException as error:
-            # ranks that have their call would wait for those that have not
-            self.stuck = 0 < len(self.ranks.answers) < len(self.group.hosts)
-            if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
-                self.fail(interruptions.cut_short(self.name, updates=self.updates))
-                raise
-            if not isinstance(error, Exception):
-                raise
-            self.fail(error)
-
-    def begin_clock(self) -> None:
-        """Count its time from now, if it does not count yet."""
-        self._clock_s = self._clock_s or time.monotonic()
-
-    def check_time(self, backend: Backend) -> None:
-        """Fail it if it is late. Its ranks leave it as after an interrupt."""
-        if self.timeout_s is None or not self._clock_s or self.done:
-            return
-        if time.monotonic() - self._clock_s <= self.timeout_s:
-            return
-        late = f"{self.name} took longer than timeout_s={self.timeout_s:g}"
-        if not self.calls:
-            self.fail(StageTimeout(
-                late, f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up",
-                "wait for it, or where it never ends start its pool again with lab.recover()",
-            ))  # fmt: skip
-            return
-        error = StageTimeout(
-            late, self.ranks.at(backend),
-            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
-            "call again of an update goes on with the steps that are left",
-        )  # fmt: skip
-        self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
-        self.ended_s = time.time()
-        self._note_failure(error)
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
-        self._leave()
-
-    def poll(self, backend: Backend) -> None:
-        """Look at what has come; ends the run when all is there, or when what is missing will never come."""
-        if not self.ranks.look():
-            self._end()
-            return
-        if self._stopping is not None:
-            self._stopping.poll(self.ranks.working)
-        ending = bool(self.ranks.failed) or self._stopping is not None
-        if self.ranks.quiet_s(backend, ending=ending) > GRACE_S:
-            self.stuck = True
-            self._end()
+    def __repr__(self) -> str:
+        return f"<Run {self.number}: {self.name}, {self.state}>"
 
     # --- ending -------------------------------------------------------------------------------------------------------
-
-    def _end(self) -> None:
-        try:
-            self._collect()
-            if self._abandoned and not self.updates:
-                raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
-            result = None if self._steps is None else self._steps.finish(self)
-        except Exception as error:
-            self.fail(error)
-        else:
-            self.settle(result)
-
-    def _collect(self) -> None:
-        replies, failures, dead = self.ranks.collect()
-        self.replies += replies
-        self.unrecorded += replies
-        if dead is not None:  # what other ranks ran into follows from it
-            self.stuck = True
-            raise dead
-        if failures:
-            raise one_error(self.group.role, self.group.pool.name, self.stage, self.number, failures, stuck=self.stuck)
-        if self.stuck:
-            ranks = ", ".join(map(str, self.ranks.working))
-            raise interruptions.stuck(self.name, ranks, GRACE_S)
-        self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
-        if self.parts:
-            part = self.parts[0]
-            raise interruptions.after(self.name, part) if self.updates else interruptions.as_before(self.name)
 
     def settle(self, result: Any) -> None:
         """End the run with a result."""
@@ -362,13 +230,13 @@ class Run:
         cleaned, self._cleaned = self._cleaned, True
         try:
             if isinstance(error, StageError) and error.batch is not None:  # its rows are kept
-                self._outcomes.not_received(self)
+                self.runner.interrupted.not_received(self)
             elif self.calls and not cleaned:
-                self._outcomes.clean_up(self)
+                self.runner.interrupted.clean_up(self)
         except Exception as second:
             error.add_note(f"and while cleaning up: {shown(second, 400)}")
         if self.calls and not self.done:
-            self._note_failure(error)
+            self.runner.failures.note(self, error)
         self._forget()
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):
@@ -377,15 +245,74 @@ class Run:
 
     def _forget(self) -> None:
         """Drop its inputs, so that batches which nobody else holds are released."""
-        self._inputs, self._steps, self._cleaned = [], None, True
-
-    def _note_failure(self, error: Exception) -> None:
-        if self._steps is not None:
-            self._steps.failed(self, error)
+        self._inputs, self.input, self._then, self._cleaned = [], None, None, True
 
     def _set_over(self) -> None:
         self._over.set()
         try:
-            self._outcomes.over(self)
+            self.runner.interrupted.over(self)
         except Exception as error:  # what cannot be written down ends no run
             warnings.warn(f"after {self.name}: {shown(error, 400)}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def interruptible(run: Run) -> Iterator[Presses]:
+    """Inside, the first interrupt asks the run to stop; the second raises `StageInterrupted`."""
+    with on_interrupt(run.leave_if_inline) as presses:
+        try:
+            yield presses
+        except KeyboardInterrupt:
+            raise interrupted.left_alone(run.name) from None
+
+
+def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
+    """The result of a run, or its error. After an interrupt: when its ranks have left it, `StageInterrupted`."""
+    while not (run.future.done() and (run.over or not presses.count)):
+        if presses.count:
+            run.cancel()
+            run.join(SHOW_S)
+        else:
+            wait([run.future], timeout=SHOW_S)
+        _show(run, bar, stopping=presses.count > 0)
+    if presses.count:
+        raise interrupted.of(run)
+    return _outcome(run)
+
+
+async def _wait_async(run: Run) -> Any:
+    """The result of a run. Where the task is cancelled, the run is cancelled too, and the task ends when the ranks have
+    left it: the next call waits for nothing."""
+    waited = asyncio.wrap_future(run.future)
+    waited.add_done_callback(lambda future: future.cancelled() or future.exception())  # read here, in any case
+    try:
+        while not waited.done():  # an interrupt of a notebook is handled when its loop wakes
+            await asyncio.wait([waited], timeout=SHOW_S)
+    except asyncio.CancelledError as cancelled:
+        run.cancel()
+        while not run.over:
+            await asyncio.sleep(SHOW_S / 4)
+        error = interrupted.of(run)
+        cancelled._render_traceback_ = error._render_traceback_  # type: ignore[attr-defined]  # for IPython
+        raise cancelled from error
+    result = _outcome(run)
+    run.received()
+    return result
+
+
+def _outcome(run: Run) -> Any:
+    if run.future.cancelled():
+        raise UpstreamError(f"{run.name} was not run: it was cancelled")
+    error = run.future.exception()
+    if error is not None:
+        raise error.with_traceback(None)  # it may be raised again, elsewhere
+    return run.future.result()
+
+
+def _show(run: Run, bar: Progress, *, stopping: bool) -> None:
+    shown = run.waits_for or run
+    bar.label = shown.name if shown is run else f"{run.name} waits for {shown.name}"
+    if stopping:
+        bar.label = f"{run.name}: stopping where nothing is half done (interrupt again to leave it behind)"
+    if failed := shown.ranks.failed:
+        bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
+    bar.update(*shown.ranks.progressed)

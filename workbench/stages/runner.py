@@ -1,51 +1,63 @@
-"""A stage call: checked, planned, sent, collected, recorded.
+"""A stage call from the notebook's side: `StageRunner` checks that it may be made, gives it its place, and runs it.
 
-lab.actor.compute_log_prob(batch)
-  check    `checking.check_call`      arguments and columns                      -> StageCall
-  queue    `StageRunner`, `Scheduler` a `Run`, which starts when its inputs are there and its pool is free
-  plan     `StageSteps.plan`          which rank gets which rows, from whom      -> a Call for each rank
-  send     `Run.send`, `Backend`      ranks pull rows, compute, keep the output  -> a Reply from each rank
-  record   `StageSteps.finish`        metrics, weights, the batch's next version -> the result
+What happens to the call itself is in `workbench.stages.stage`, step by step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import numbers
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+import torch
+
 from workbench.backends.hosts import Hosts
+from workbench.backends.starting import Step, settle
 from workbench.batches import files
-from workbench.batches.batch import Batch
+from workbench.batches.scored_rows import ScoredRows
+from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.errors.plain_text import shown
+from workbench.messages.calls import HostInfo
 from workbench.messages.metric_values import MetricValues
 from workbench.messages.operation import Operation
+from workbench.messages.replies import Reply
+from workbench.placement import ROLLOUT
 from workbench.stages.batch_store import BatchStore
-from workbench.stages.checking import StageCall, check_call
-from workbench.stages.counters import Counters
-from workbench.stages.failing import Failures
-from workbench.stages.group import WorkerGroup
-from workbench.stages.groups import Groups
-from workbench.stages.interruptions import AGAIN
+from workbench.stages.debug import Failures
+from workbench.stages.group import Groups, WorkerGroup
+from workbench.stages.interrupted import AGAIN, Interrupted
+from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.live_settings import LiveSettings
-from workbench.stages.outcomes import Outcomes
-from workbench.stages.overlap import Overlap
-from workbench.stages.ownership import Ownership
 from workbench.stages.run import Run
 from workbench.stages.run_log import RunLog
 from workbench.stages.scheduler import Scheduler
-from workbench.stages.snapshots import Snapshots
-from workbench.stages.stage_names import StageNames
-from workbench.stages.steps import ScoreListeners, StageParts, StageSteps
+from workbench.stages.stage import StageRun
 from workbench.support.notebook_cell import running_cell, running_position
 from workbench.telemetry.store import TelemetryStore
 
+# is told the meta of the rows that a stage gave rewards, and the rewards
+ScoreListener = Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]
+
+
+class StageNames:
+    """What carries out stages, or writes them down, under names that an algorithm gives them."""
+
+    stage_name = ""  # "" for the operation's own
+
+    @contextlib.contextmanager
+    def reported_as(self, stage: str) -> Iterator[None]:
+        """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
+        self.stage_name, before = stage, self.stage_name
+        try:
+            yield
+        finally:
+            self.stage_name = before
+
 
 class StageRunner(StageNames):
-    """Carries out the calls of worker groups, one after the other or, inside `overlap()`, as their inputs come."""
+    """Carries out the calls of worker groups, one after the other or, inside `lab.overlap()`, as their inputs come."""
 
     def __init__(
         self, hosts: Hosts, ownership: Ownership, groups: Groups, counters: Counters, batches: BatchStore,
@@ -53,20 +65,12 @@ class StageRunner(StageNames):
     ) -> None:  # fmt: skip
         self.hosts, self.ownership, self.groups, self.counters = hosts, ownership, groups, counters
         self.batches, self.telemetry = batches, telemetry
-        self.failures = Failures(hosts.description.name)
-        self.outcomes = Outcomes(hosts, ownership, counters, telemetry)
-        self.scheduler, self.run_log = Scheduler(hosts), RunLog()
-        self.snapshots = Snapshots(self.scheduler, hosts, ownership, groups, counters, telemetry)
-        self.overlap = Overlap(self.scheduler)
-        self.scores: ScoreListeners = []
-        self._parts = StageParts(
-            hosts=hosts, ownership=ownership, groups=groups, counters=counters, batches=batches, outcomes=self.outcomes,
-            failures=self.failures, telemetry=telemetry, scores=self.scores,
-        )  # fmt: skip
-        self.live = LiveSettings(hosts, ownership, groups, counters, self.outcomes, telemetry)
+        self.failures, self.run_log = Failures(hosts.description.name), RunLog()
+        self.interrupted = Interrupted(hosts, ownership, counters)
+        self.scheduler, self.snapshots, self.live = Scheduler(hosts), Snapshots(self), LiveSettings(self)
+        self.scores: list[ScoreListener] = []
         groups.assign = self.live.retrain
         self._reusing = False
-        self._taker: tuple[str, Callable[[Batch], None]] | None = None
         self._driver: tuple[threading.Thread, str, Callable[[], bool]] | None = None
         self._drives = 0  # times that `driving` was entered
 
@@ -82,114 +86,92 @@ class StageRunner(StageNames):
         run.submit()
         return run
 
-    def carry_out(self, run: Run) -> Any:
+    def carry_out(self, run: StageRun) -> Any:
         """Run what was prepared, as `call` says."""
         self.batches.store.trim(lambda batch, path: files.write(path, batch))
-        if self.overlap.on:
-            self.overlap.submit(run)
-            return run if run.batch is None else run.batch
-        return run.run()
+        if not self.scheduler.overlaps:
+            return run.run()
+        self.scheduler.submit_unwaited(run)
+        return run if run.batch is None else run.batch
 
     def prepare(
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None,
         *, first: Callable[[], Sequence[Run]] = tuple, then: Callable[[], None] | None = None, as_update: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> StageRun:  # fmt: skip
         """The run of a call, checked and not yet sent.
 
         first: called once it is checked, gives runs that come before it. then: called when it has succeeded, before
         waiters are woken. as_update: the role's later stages wait for it, as they do for updates.
         """
-        self.groups.check_alive(group)
         self.check_driver()
-        found = group.operations[operation].operation
+        self.groups.check_whole(group)
+        run = StageRun(self, group, operation, as_update=as_update, then=then)
         try:
-            call = check_call(group, found, args, kwargs or {}, self.batches, self.hosts.description.name)
-            if call.updates:
-                self.require_nothing_to_skip(f"{group.role}.{operation}")
-            call.check_columns()
+            run.check(args, kwargs or {})
         except WorkbenchError:
             self.counters.note_refused()
             raise
-        self.outcomes.called(group.role)
         before, updates = first(), self._open_updates(group)
-        steps = StageSteps(
-            self._parts, call, self._stage_name or call.operation.name, self.counters.last_metrics, then,
-            self._taker_of(operation),
-        )  # fmt: skip
-        run = self._run(steps, [*before, *updates, *call.awaited], call.updates or as_update)
-        there = call.batch is not None and not call.batch.pending
-        if call.updates and there:
-            steps.answer_ended(run)
-        elif self._reusing and run.batch is not None and there and not updates and not call.draws_anew:
-            steps.answer_from_store(run)
-        return run
-
-    @contextlib.contextmanager
-    def handing_over(self, operation: str, take: Callable[[Batch], None]) -> Iterator[None]:
-        """Inside, the call of this operation gives the batch that it makes to `take` before the journal notes that the
-        run is over: one entry has both, and a kernel that ends anywhere leaves both or none. Where stages overlap, a
-        run may end when its caller has gone on, and gives it nothing."""
-        self._taker = operation, take
-        try:
-            yield
-        finally:
-            self._taker = None
-
-    def _taker_of(self, operation: str) -> Callable[[Batch], None] | None:
-        taker = self._taker
-        if taker is None or taker[0] != operation or self.overlap.on:
-            return None
-        self._taker = None
-        return taker[1]
-
-    def _run(self, steps: StageSteps, inputs: Sequence[Run], updates: bool) -> Run:
-        call = steps.call
-        batch, samples, joins = call.batch, call.samples, call.operation.protocol.joins and call.writes
-        run = Run(
-            number=self.counters.next_run(),
-            stage=call.operation.name,
-            group=call.group,
-            inputs=list(dict.fromkeys(inputs)),
-            steps=steps,
-            outcomes=self.outcomes,
-            scheduler=self.scheduler,
-            timeout_s=call.timeout_s,
-            updates=updates,
-            writes=call.writes,
-            code=call.code,
-            result_ranks=call.result_ranks,
-            by_loop=self.batches.by_loop,
-            makes=(lambda run: batch.after(run, call.writes, samples, call.stale))
-            if batch is not None and joins
-            else None,
-        )
-        self._log(call, run, steps.reported_as)
+        run.enqueue([*before, *updates])
+        self._log(run)
+        if run.input is not None and not run.input.pending:
+            if run.operation.updates:
+                self.interrupted.answer_ended(run)
+            elif self._reusing and run.batch is not None and not updates and not run.draws_anew:
+                self._answer_from_store(run)
         return run
 
     def _open_updates(self, group: WorkerGroup) -> list[Run]:
         """The updates of a role that were called before: its stages come after them, and are not run when one of them
         failed."""
-        called = self.overlap.called()
+        called = self.scheduler.called()
         return [run for run in called if run.updates and run.group is group and not (run.done and run.given_up)]
 
-    def _log(self, call: StageCall, run: Run, stage: str) -> None:
+    def _log(self, run: StageRun) -> None:
         cell, now = running_cell(), self.counters.iteration
-        iteration = now if call.batch is None else int(call.batch.part(())[1].get("iteration", now))
-        self.run_log.add(run, stage, iteration, cell, aside=bool(self.snapshots.open))
+        iteration = now if run.input is None else int(run.input.part(())[1].get("iteration", now))
+        self.run_log.add(run, run.reported_as, iteration, cell, aside=bool(self.snapshots.open))
         if cell is not None:
             called = {"cell": cell.number, "cell_id": cell.id, "at": running_position()}
-            self.telemetry.append_event("run", run=run.number, stage=stage, **called)
         elif self._driver is not None:
-            drive = {"cell": 0, "cell_id": "", "drive": self._drives}
-            self.telemetry.append_event("run", run=run.number, stage=stage, **drive)
+            called = {"cell": 0, "cell_id": "", "drive": self._drives}
+        else:
+            return
+        self.telemetry.append_event("run", run=run.number, stage=run.reported_as, **called)
+
+    def _answer_from_store(self, run: StageRun) -> None:
+        """End a run with what the store has, where the same code has read the same columns with the same weights."""
+        store, weights = self.batches.store, self.counters.weights
+        if not run.code:
+            return
+        assert run.input is not None and run.batch is not None
+        batch, travels = run.input.copies(run.samples), run.operation.travelling(run.reads, run.input)
+        state = weights[run.group.role].state if run.group.role in weights else ""
+        for name in reversed(list(store)):
+            origin, kept = store.origin(name), store.kept(name)
+            if origin is None or kept is None:
+                continue
+            same = (origin.stage, origin.code, origin.weights_state) == (run.name, run.code, state)
+            if not same or set(origin.travelled) != set(travels) or origin.meta_in != dict(batch.meta):
+                continue
+            made = {c: column for c, column in kept.columns.items() if column.made_with == run.code}
+            read = (kept.columns[c].location.same(batch.columns[c].location) for c in travels if c not in made)
+            if set(run.writes) <= set(made) and all(read):
+                run.made, run.meta, run.metrics = made, origin.meta_out, MetricValues(origin.metrics)
+                note(f"{run.name}: from the store, as run {origin.run} made it")
+                run.answer(run.batch)
+                store.add(run.batch, origin, (), by_loop=run.by_loop)
+                return
+
+    def record_replies(self, replies: Sequence[Reply]) -> None:
+        """Record spans, transfers and syncs."""
+        for reply in replies:
+            self.telemetry.append_spans(reply.spans)
+            self.telemetry.append_transfers(reply.transfers)
+            self.telemetry.append_syncs(reply.syncs)
 
     def report(self, stage: str, metrics: Mapping[str, SupportsFloat]) -> None:
         """See `Workbench.report`."""
-        if not isinstance(metrics, Mapping):
-            raise BadInput(f"metrics={shown(metrics)}", "numbers by name", f"lab.report({stage!r}, {{'loss': 0.5}})")
-        for name, value in metrics.items():
-            if not isinstance(value, numbers.Real):
-                raise BadInput(f"metric {name!r} is {shown(value)}", "a metric is a number", "float(value)")
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
         self.counters.last_metrics[stage] = values
@@ -215,7 +197,6 @@ class StageRunner(StageNames):
     def check_driver(self) -> None:
         """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it; beside that see
         `Workbench.check_driver`."""
-        self.ownership.check_open()
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -230,7 +211,7 @@ class StageRunner(StageNames):
     def require_alone(self, what: str, rule: str) -> None:
         """Raise `BadInput` inside `overlap()` and `kept()`, and as `check_driver` does."""
         self.check_driver()
-        if self.overlap.on:
+        if self.scheduler.overlaps:
             raise BadInput(f"{what} inside lab.overlap()", rule, "do it afterwards")
         self.snapshots.refuse(what, rule)
 
@@ -248,14 +229,14 @@ class StageRunner(StageNames):
 
     def open_runs(self) -> Sequence[Run]:
         """See `Workbench.open_runs`."""
-        return [run for run in self.overlap.called() if not run.done]
+        return [run for run in self.scheduler.called() if not run.done]
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Inside, every call blocks and is computed."""
         reusing, self._reusing = self._reusing, False
         try:
-            with self.overlap.off():
+            with self.scheduler.one_by_one():
                 yield
         finally:
             self._reusing = reusing
@@ -268,3 +249,94 @@ class StageRunner(StageNames):
             yield
         finally:
             self._reusing = before
+
+    @contextlib.contextmanager
+    def isolated(self, stage: str) -> Iterator[None]:
+        """Inside, stages run one by one, and report their metrics as `stage`: between two iterations, for what training
+        sees nothing of. Afterwards the iteration, the numbers of draws, `last_metrics`, the store and the kernel's
+        random state are as before. Weights are not put back: `lab.kept(...)` does that."""
+        self.scheduler.wait()
+        self.scheduler.drain()
+        counters, batches = self.counters, self.batches
+        metrics, iteration, draws = counters.last_metrics, counters.iteration, dict(counters.draws)
+        looping, stored = batches.looping, set(batches.store)
+        counters.last_metrics, batches.looping = {}, True
+        try:
+            with self.one_by_one(), self.reported_as(stage), torch.random.fork_rng(devices=[]):
+                yield
+        finally:
+            counters.last_metrics, counters.iteration, counters.draws = metrics, iteration, draws
+            batches.looping = looping
+            for name in set(batches.store) - stored:
+                batches.store.release(name)
+            batches.release_unused()
+            self.ownership.record()
+
+
+class Snapshots:
+    """open: of each snapshot that is kept now, the hosts and the optimizer steps of the roles, as plain values. A later
+    kernel can go back to it."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+        self.open: dict[str, dict[str, Any]] = {}
+
+    def refuse(self, what: str, rule: str) -> None:
+        """Raise `BadInput` while one is open."""
+        if self.open:
+            raise BadInput(f"{what} inside lab.kept()", rule, "do it afterwards")
+
+    @contextlib.contextmanager
+    def kept(self, *roles: str) -> Iterator[Callable[[], None]]:
+        """See `Workbench.kept`."""
+        runner, counters, groups = self._runner, self._runner.counters, self._runner.groups.by_role
+        for role in roles:
+            if role not in groups:
+                raise BadInput(f"role {role!r}", f"this workbench has {', '.join(groups)}")
+        runner.scheduler.drain()
+        key, draws = f"kept-{secrets.token_hex(4)}", dict(counters.draws)
+        # what rollout workers hold is what they were sent last: they are not put back, but synced when they are needed
+        weights = {role: counters.weights[role] for role in roles if role in counters.weights and role != ROLLOUT}
+        here = self._by_host(roles)
+
+        def go_back() -> None:
+            runner.scheduler.drain()
+            self._everywhere("restoring", here, "restore", key)
+            counters.weights.update(weights)
+            runner.interrupted.forget()
+            counters.draws = dict(draws)
+            runner.ownership.record()
+
+        self._everywhere("keeping", here, "snapshot", key, which=True)
+        steps = {role: kept.steps for role, kept in weights.items()}
+        self.open[key] = {"hosts": [info.name for info in here], "steps": steps}
+        runner.ownership.record()
+        before, runner.telemetry.aside = runner.telemetry.aside, True
+        try:
+            yield go_back
+        finally:
+            try:
+                go_back()  # waits for the stages that are still under way
+            finally:
+                runner.telemetry.aside = before
+                self._everywhere("dropping the kept", here, "drop_snapshot", key)
+                del self.open[key]
+                runner.ownership.record()
+
+    def _everywhere(
+        self, doing: str, roles: Mapping[HostInfo, list[str]], method: str, key: str, *, which: bool = False
+    ) -> None:
+        backend = self._runner.hosts.backend
+        settle(backend, [
+            Step(f"{doing} {', '.join(mine)}", info, backend.work(info.name, method, key, *([mine] if which else [])))
+            for info, mine in roles.items()
+        ], lambda _: None)  # fmt: skip
+
+    def _by_host(self, roles: Sequence[str]) -> dict[HostInfo, list[str]]:
+        """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""
+        groups = self._runner.groups.by_role
+        own = [role for role in roles if groups[role].worker_role == role]
+        here = {
+            info: [role for role in own if groups[role].pool.name == info.pool] for info in self._runner.hosts.infos
+        }
+        return {info: mine for info, mine in here.items() if mine}

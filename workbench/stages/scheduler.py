@@ -1,15 +1,19 @@
 """Decides when each run starts: a stage starts when its inputs are there and its pool is free, on one pool in call
-order."""
+order. Inside `overlapping()`, which is `lab.overlap()`, calls return at once."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from workbench.backends.hosts import Hosts
-from workbench.errors import UpstreamError
+from workbench.errors import StageInterrupted, UpstreamError
+from workbench.stages import interrupted
 from workbench.stages.run import Run
+from workbench.stages.stage import StageRun
 
 POLL_S = 0.05
 
@@ -20,15 +24,19 @@ class Scheduler:
 
     A run that can start is sent by the thread that submits it. Another thread, which lives while runs are open, polls
     them and sends those that become ready.
+
+    overlaps: whether calls return at once.
     """
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._open: list[Run] = []
+        self._open: list[StageRun] = []
+        self._unwaited: list[StageRun] = []  # of `overlapping()`
+        self.overlaps = False
         self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: StageRun) -> None:
         """Take a run on; it starts at once if it can."""
         with self.lock:
             self._open.append(run)
@@ -44,6 +52,10 @@ class Scheduler:
         """What has not ended, in call order."""
         with self.lock:
             return tuple(self._open)
+
+    def called(self) -> Sequence[Run]:
+        """The runs that have not ended, and those of `overlapping()` that were not waited for."""
+        return list(dict.fromkeys((*self.open_runs(), *self._unwaited)))
 
     def drain(self) -> None:
         """Wait until every run has ended."""
@@ -86,18 +98,18 @@ class Scheduler:
         changed = True
         while changed:
             changed = False
-            busy: dict[str, Run] = {}
+            busy: dict[str, StageRun] = {}
             for run in list(self._open):
                 pool = run.group.pool.name
                 try:
                     if run.state == "waiting" and pool not in busy and not run.blocked():
-                        run.send(self._hosts.backend)
+                        run.send()
                         changed = True
                     elif run.state == "waiting" and pool in busy and busy[pool].given_up:
                         run.begin_clock()
                     if run.ranks.outstanding:
-                        run.poll(self._hosts.backend)
-                    run.check_time(self._hosts.backend)
+                        run.poll()
+                    run.check_time()
                 except Exception as error:  # whatever it was, it ends this run and no other
                     run.fail(error)
                 if run.over:
@@ -106,3 +118,70 @@ class Scheduler:
                     changed = True
                 else:
                     busy.setdefault(pool, run)
+
+    # --- calls that return at once ------------------------------------------------------------------------------------
+
+    def submit_unwaited(self, run: StageRun) -> None:
+        """Run it in the background; inside `overlapping()` it is waited for at the end."""
+        if self.overlaps:
+            self._unwaited.append(run)
+        run.submit()
+
+    @contextlib.contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Inside, every call blocks."""
+        before, self.overlaps = self.overlaps, False
+        try:
+            yield
+        finally:
+            self.overlaps = before
+
+    @contextlib.contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Inside, a stage's call returns at once: see `Workbench.overlap`."""
+        before, self.overlaps = self.overlaps, True
+        try:
+            yield
+        except (KeyboardInterrupt, StageInterrupted) as error:
+            self._stop(error)
+        except BaseException:
+            for run in self._unwaited:
+                run.cancel()
+            self._unwaited.clear()
+            raise
+        finally:
+            self.overlaps = before
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for every run of `overlapping()`; raises the error of the first one that failed."""
+        runs, self._unwaited = self._unwaited, []
+        errors = []
+        for run in runs:
+            try:
+                run.wait()
+            except (KeyboardInterrupt, StageInterrupted) as error:
+                self._unwaited = runs
+                self._stop(error)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        for run in runs:  # only now does the caller go on, who has them
+            run.received()
+
+    def _stop(self, error: BaseException) -> NoReturn:
+        """Stop the runs, wait for that, and raise one `StageInterrupted` that says how far the updates among them
+        came."""
+        runs, self._unwaited = self._unwaited, []
+        stopped = [run for run in runs if run.cancel()]
+        for run in stopped:
+            run.join()
+        errors: list[Exception] = [error] if isinstance(error, StageInterrupted) else []
+        errors += [interrupted.of(run) for run in stopped if run.updates and run.calls]
+        errors = list({str(one): one for one in errors}.values())
+        if len(errors) == 1:
+            raise errors[0]
+        states = "; ".join(str(one).rstrip(".") for one in errors)
+        rest = () if states else (interrupted.AS_BEFORE, interrupted.AGAIN)
+        raise StageInterrupted(states or "the stages under way were interrupted", *rest)

@@ -18,9 +18,9 @@ from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT
 from workbench.stages.group import GroupOperation, WorkerGroup
-from workbench.stages.isolated import isolated
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
+from workbench.stages.stage import StageRun
 from workbench.workers.roles.rollout import DELEGATED
 from workbench.workers.weight_exchange import Published
 
@@ -45,12 +45,12 @@ class Publication:
     def taken_by(
         self, group: WorkerGroup, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         then: Callable[[], None] | None = None,
-    ) -> Run:  # fmt: skip
+    ) -> StageRun:  # fmt: skip
         """Publish, and prepare the run of who takes it. The actor's hosts forget it when that has ended, however."""
         # the role's later stages wait for it, and are not run where it fails
         run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then, as_update=True)
         run.when_over(lambda: self.run.when_over(self._release))
-        self._runner.overlap.submit(self.run)
+        self._runner.scheduler.submit_unwaited(self.run)
         return run
 
     def _release(self) -> None:
@@ -63,7 +63,7 @@ class WeightSync:
 
     def __init__(self, runner: StageRunner, role: str, operation: str) -> None:
         self._runner, self._role, self._operation = runner, role, operation
-        self._last: tuple[Publication, Run] | None = None
+        self._last: tuple[Publication, StageRun] | None = None
 
     def due(self) -> bool:
         """Whether the role will lag behind the actor when all that was called so far has run."""
@@ -75,7 +75,7 @@ class WeightSync:
             return later or (publication.run.done and publication.weights != weights["actor"])
         return bool(updates) or weights[self._role] != weights["actor"]
 
-    def start(self, *, probe: bool) -> Run:
+    def start(self, *, probe: bool) -> StageRun:
         """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along."""
         runner = self._runner
         publication = Publication(runner, probe=probe)
@@ -88,7 +88,7 @@ class WeightSync:
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
         )
         self._last = publication, take
-        runner.overlap.submit(take)
+        runner.scheduler.submit_unwaited(take)
         return take
 
 
@@ -109,14 +109,16 @@ class RolloutCaller:
                 rollout.delegate(name, GroupOperation(rollout, operation, self))
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.overlap.on))
+        return self._runner.carry_out(self._prepare(operation, args, kwargs, wait=not self._runner.scheduler.overlaps))
 
-    def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+    def submit(
+        self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StageRun:
         run = self._prepare(operation, args, kwargs, wait=False)
-        self._runner.overlap.submit(run)
+        self._runner.scheduler.submit_unwaited(run)
         return run
 
-    def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> Run:
+    def _prepare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool) -> StageRun:
         runner, name = self._runner, operation.name
         rollout, generation = self._rollout, runner.hosts.description.generation
         runner.groups.check_alive(rollout)
@@ -155,5 +157,5 @@ def refresh_reference(runner: StageRunner) -> None:
                 "refresh_reference() here", f"the workbench needs a {role} with the operation {operation}",
                 "open it with a reference, and with workers derived from workbench's own",
             )  # fmt: skip
-    with isolated(runner, "refresh_reference"):
+    with runner.isolated("refresh_reference"):
         WeightSync(runner, "reference", "take_weights").start(probe=False).result()

@@ -23,7 +23,7 @@ from workbench.placement.state import Part, state_of
 from workbench.session.checkpoint.files import MANIFEST, Checkpoint, new_folder, read_checkpoint, write_manifest
 from workbench.session.checkpoint.manifest import LEDGER
 from workbench.session.position import Position
-from workbench.stages.counters import Counters
+from workbench.stages.ledger import Counters
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.support.files import new_or_empty, path_of, write_bytes
@@ -88,14 +88,14 @@ def _save(
 def _check_can_save(runner: StageRunner, folder: Path) -> None:
     """Raise where roles cannot be saved now; waits for the stages under way."""
     runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
-    if runner.overlap.on and runner.open_runs():
+    if runner.scheduler.overlaps and runner.open_runs():
         raise BadInput(
             f"save({str(folder)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
         )
     for group in runner.groups.by_role.values():
         runner.groups.check_alive(group)
     runner.scheduler.drain()
-    if left := runner.outcomes.updates.open(runner.counters.weights):
+    if left := runner.interrupted.open_updates():
         raise BadInput(
             f"save({str(folder)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
             "a checkpoint would not know which are taken",

@@ -1,0 +1,327 @@
+"""What follows from runs that did not just end well: those that failed, were stopped, or whose kernel is gone. No step
+of an update is taken twice, and no samples are drawn again.
+
+A first reader of the stage path can skip this file. In it: the errors of runs that were interrupted; `StopCoordinator`,
+which has ranks agree on a point where they leave a stage; `Interrupted`, which remembers interrupted updates, so that
+the same call again goes on with their next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.backends.base import Backend, Pending
+from workbench.backends.hosts import Hosts
+from workbench.batches.store import Weights
+from workbench.display.progress import note
+from workbench.errors import StageInterrupted, UpstreamError, WorkbenchError
+from workbench.messages.calls import Call
+from workbench.messages.metric_values import MetricValues
+from workbench.messages.replies import UpdatePart
+from workbench.stages.ledger import Counters, Ownership, SentRun
+from workbench.workers.stopping import PATIENCE_S, StopPoint
+
+if TYPE_CHECKING:
+    from workbench.stages.run import Run
+    from workbench.stages.stage import StageRun
+
+TO_THE_END = 2**62  # a point that no stage comes to
+AS_BEFORE = "things are as before the stage"
+AGAIN = "run the cell again to go on"
+
+
+def before_it_began(name: str) -> StageInterrupted:
+    """It waited for an input, or for its pool."""
+    return StageInterrupted(f"{name} was interrupted before it began", AS_BEFORE, AGAIN)
+
+
+def as_before(name: str) -> StageInterrupted:
+    """It left nothing, and its result was dropped."""
+    return StageInterrupted(f"{name} was interrupted", AS_BEFORE, AGAIN)
+
+
+def after_all_steps(name: str) -> StageInterrupted:
+    """An update that had come to its end."""
+    return StageInterrupted(
+        f"{name} was interrupted after its last optimizer step",
+        "the update is done",
+        "run the cell again: the same call takes no step, and gives its metrics",
+    )
+
+
+def after(name: str, part: UpdatePart) -> StageInterrupted:
+    """An update that was left between two of its steps."""
+    if not part.steps:
+        return as_before(name)
+    return StageInterrupted(
+        f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
+        "the weights are as after that step",
+        f"run the cell again: the same call again goes on with step {part.steps + 1}",
+    )
+
+
+def left_alone(name: str) -> StageInterrupted:
+    """Stop was pressed again while its ranks were stopping."""
+    return StageInterrupted(
+        f"{name} was interrupted twice",
+        "its ranks stop at the next place where nothing is half done, and nobody waits for them",
+        "run the cell again to go on: the next call waits for them",
+    )
+
+
+def cut_short(name: str, *, updates: bool) -> StageInterrupted:
+    """Inline, where the second interrupt ends what this thread computes."""
+    if updates:
+        rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
+        return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
+    return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped", AGAIN)
+
+
+def stuck(name: str, ranks: str, seconds: float) -> StageInterrupted:
+    """Ranks that did not stop."""
+    return StageInterrupted(
+        f"{name} was to stop, and rank {ranks} showed no progress for {seconds:g} s",
+        "it waits in a collective, or for code that does not return: its pool is lost",
+        "lab.recover() starts it again, and goes on from the last checkpoint",
+    )
+
+
+def of(run: Run) -> Exception:
+    """What an interrupt made of a run that is over: as before, or after which optimizer step. Where the run failed, its
+    own error."""
+    if run.state == "cancelled":
+        return before_it_began(run.name)
+    if run.state == "done":
+        run.runner.interrupted.not_received(run)
+        return after_all_steps(run.name) if run.updates else as_before(run.name)
+    error = run.future.exception()
+    if isinstance(error, WorkbenchError) and not isinstance(error, UpstreamError):
+        return error.with_traceback(None)
+    return as_before(run.name)
+
+
+# --- stopping ranks -------------------------------------------------------------------------------------------------
+
+
+class StopCoordinator:
+    """A run that is to stop; see `workbench.workers.stopping`. Poll it until its ranks have answered their calls."""
+
+    def __init__(self, backend: Backend, hosts: Sequence[str], run: int) -> None:
+        self._backend, self._hosts, self._run = backend, hosts, run
+        self._told: set[int] = set()
+        self._round = 0
+        self._begin_round()
+        if len(hosts) == 1:  # nobody to agree with: at its next point
+            self._told.add(0)
+            backend.ask(hosts[0], "stop_alone", run)
+
+    def _begin_round(self) -> None:
+        self._round, self._began_s = self._round + 1, time.monotonic()
+        self._asked: dict[int, Pending] = {}
+        self._standing: dict[int, StopPoint] = {}
+
+    def poll(self, working: Collection[int]) -> None:
+        """Ask ranks where they can leave, and notify those whose stop point is agreed. working: the ranks that have not
+        answered their call."""
+        left = [rank for rank in working if rank not in self._told]
+        if left and time.monotonic() - self._began_s > PATIENCE_S / 2:  # some may soon go on by themselves
+            self._begin_round()
+        for rank in left:
+            asked = self._asked.get(rank)
+            if asked is None:
+                self._asked[rank] = self._backend.ask(self._hosts[rank], "stop_point", self._run, self._round)
+            elif rank not in self._standing and asked.done():
+                with contextlib.suppress(WorkbenchError):  # a host that is gone: its call says so
+                    self._standing[rank] = asked.result()
+        for rank in left:
+            if rank in self._standing and rank not in self._told:
+                self._agree(self._standing[rank].together, working)
+
+    def _agree(self, together: Collection[int], working: Collection[int]) -> None:
+        if any(other not in working for other in together):  # one of them has come to the end: so can all
+            self._tell(together, TO_THE_END)
+        elif all(other in self._standing for other in together):
+            self._tell(together, max(self._standing[other].point for other in together))
+
+    def _tell(self, ranks: Collection[int], point: int) -> None:
+        for rank in ranks:
+            self._told.add(rank)
+            self._backend.ask(self._hosts[rank], "stop_at", self._run, self._round, point)
+
+
+# --- updates that were interrupted ----------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """unfinished: by role, the last update that was interrupted, or whose kernel is gone: the same call again goes on
+    with its next step, or gives its metrics. An update of another kind, or another state of the role, ends it."""
+
+    def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters) -> None:
+        self._hosts, self._ownership, self._counters = hosts, ownership, counters
+        self.unfinished: dict[str, SentRun] = {}
+        self._open: dict[str, SentRun] = {}  # by role, the update that has ended and is open in the journal
+        self._lock = threading.Lock()  # results are returned in the notebook's thread, runs end in the scheduler's
+
+    # --- in this kernel -----------------------------------------------------------------------------------------------
+
+    def clean_up(self, run: Run) -> None:
+        """After a run that failed: hosts forget its rows."""
+        run.record_replies()
+        role, weights = run.group.role, self._counters.weights
+        if run.updates and role in weights and not (run.parts and not run.parts[0].steps):
+            # where ranks failed, how far they came is not known
+            weights[role] = Weights.fresh(_steps(weights[role].steps, run.parts))
+            if run.parts:
+                self._remember(_sent_run(run), run.parts, None)
+        self._draw_again(run)
+        if run.stuck:
+            self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
+        self._hosts.forget_shard(run.group.hosts, run.calls[0].key)
+
+    def not_received(self, run: Run) -> None:
+        """A run has succeeded, and its caller did not get the result: the same call again must give it."""
+        if run.updates and run.group.role in self._counters.weights and not run.writes:
+            self._remember(_sent_run(run), run.parts, run.given)
+            if run.over:
+                with self._lock:
+                    self._ownership.keep_open(run.number)
+                    self._keep(self.unfinished[run.group.role])
+        elif not run.updates:
+            self._draw_again(run)
+
+    def _draw_again(self, run: Run) -> None:
+        """Have the same call draw the same samples again, if none were drawn since."""
+        seed = _seed(run.calls)
+        if len(seed) == 3:
+            self._counters.draw_again(seed[1], seed[2])
+
+    def _remember(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Have the same call of an update go on with its next step, or give its metrics if it came to its end."""
+        weights = self._counters.weights[run.role]
+        self.unfinished[run.role] = replace(run, weights=weights, parts=tuple(parts), result=result)
+
+    def _take(self, run: Run, *, ended: bool) -> SentRun | None:
+        """The interrupted update of which this run is the same call. ended: whether to look for one that came to its
+        end."""
+        role, weights = run.group.role, self._counters.weights.get(run.group.role)
+        update = self.unfinished.get(role)
+        if not run.updates or weights is None or update is None or (update.result is not None) != ended:
+            return None
+        del self.unfinished[role]
+        return update if update.is_same_call(_sent_run(run), weights) else None
+
+    def answer_ended(self, run: StageRun) -> None:
+        """End an update that was done when it was interrupted, with the metrics that it had."""
+        assert run.input is not None
+        run.read, _ = run.input.part(run.operation.travelling(run.reads, run.input))
+        if update := self._take(run, ended=True):
+            note(f"{run.name}: was done when it was interrupted; these are its metrics")
+            run.metrics = run.given = update.result
+            run.answer(update.result)
+
+    def sent(self, run: Run, calls: list[Call]) -> list[Call]:
+        """Record in the journal that a run goes to its hosts; the calls of an interrupted update go on with its next
+        step."""
+        self._ownership.record(sent=_sent_run(run, _seed(calls)))
+        update = self._take(run, ended=False)
+        if update is None:
+            return calls
+        note(f"{run.name}: goes on at optimizer step {update.parts[0].steps + 1} of {update.parts[0].of}")
+        return update.resumed(calls, str(run.group.layout), run.result_ranks)
+
+    def open_updates(self) -> list[str]:
+        """The updates, as role.operation, that an interrupt left between two of their steps."""
+        weights = self._counters.weights
+        return [
+            update.name
+            for role, update in self.unfinished.items()
+            if update.result is None and weights.get(role) == update.weights
+        ]
+
+    def forget(self, *, all_of_them: bool = False) -> None:
+        """Weights were put back: an update that has left others cannot be gone on with."""
+        for role, update in [*self.unfinished.items(), *self._open.items()]:
+            if all_of_them or update.weights != self._counters.weights.get(role):
+                self.unfinished.pop(role, None)
+                self._close(role)
+
+    # --- for a later kernel -------------------------------------------------------------------------------------------
+    # A run that was sent is open in the journal until its caller has its result. A stage of an algorithm is over in the
+    # entry that has the position, see `Ownership.together`; an update by hand once its metrics are returned.
+
+    def over(self, run: Run) -> None:
+        """Record in the journal what came of a run that its ranks have ended."""
+        if self._ownership.journal is not None and run.batch is not None:
+            run.batch.settle(wait=False)
+        role, done_update = run.group.role, run.state == "done" and run.operation.updates
+        with self._lock:
+            update = self.unfinished.get(role)
+            if update is None or update.number != run.number:
+                update = None
+                if done_update and not run.writes and not run.in_position and not run.was_received:
+                    update = replace(_sent_run(run), weights=self._counters.weights.get(role), result=run.given)
+            if update is not None:
+                self._keep(update)
+                return
+            if done_update:
+                self._close(role)  # an earlier one
+            self._ownership.record(over=[run.number])
+
+    def received(self, run: Run) -> None:
+        """Note that the result of a run was returned to its caller."""
+        with self._lock:
+            run.was_received = True
+            update = self._open.get(run.group.role)
+            if update is not None and update.number == run.number:
+                self._close(run.group.role)
+
+    def _keep(self, update: SentRun) -> None:
+        """Keep an update open in the journal, with what came of it, in place of an earlier one of the role."""
+        earlier, self._open[update.role] = self._open.get(update.role), update
+        over = [] if earlier is None or earlier.number == update.number else [earlier.number]
+        self._ownership.record(sent=update, over=over)
+
+    def _close(self, role: str) -> None:
+        if (update := self._open.pop(role, None)) is not None:
+            self._ownership.record(over=[update.number])
+
+    def take_over(self, run: SentRun) -> None:
+        """Go on with an update that another kernel knew to have ended, or to have stopped."""
+        if run.role in self._counters.weights:
+            self._remember(run, run.parts, run.result)
+            self._open[run.role] = self.unfinished[run.role]
+
+    def ended_without_kernel(self, run: SentRun, parts: Sequence[UpdatePart], result: MetricValues | None) -> None:
+        """Remember an update that ended, or stopped, after its kernel had ended."""
+        weights = self._counters.weights
+        if run.role not in weights or (parts and not parts[0].steps):
+            return
+        before = weights[run.role].steps
+        steps = _steps(before, parts) if result is None else result.get("optimizer_steps", before + 1)
+        weights[run.role] = Weights.fresh(int(steps))
+        self.take_over(replace(run, parts=tuple(parts), result=result))
+
+
+def _steps(before: int, parts: Sequence[UpdatePart]) -> int:
+    """How many optimizer steps a role has taken after parts of an update. before: it."""
+    if not parts:
+        return before
+    counted = parts[0].metrics.get("optimizer_steps")
+    return before + parts[0].steps if counted is None else int(counted.value)
+
+
+def _seed(calls: Sequence[Call]) -> tuple[int, ...]:
+    return calls[0].meta.get("seed", ()) if calls else ()
+
+
+def _sent_run(run: Run, seed: tuple[int, ...] = ()) -> SentRun:
+    return SentRun(
+        number=run.number, name=run.name, role=run.group.role, hosts=run.group.hosts, code=run.code,
+        updates=run.updates, result_ranks=run.result_ranks, layout=str(run.group.layout),
+        read=run.read if run.updates else {}, drawn=(seed[1], seed[2]) if len(seed) == 3 else None,
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""What a workbench counts, which kernel drives it, and what a later kernel goes on from."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from workbench.backends import registry
+from workbench.batches.references import Column
+from workbench.batches.store import Weights
+from workbench.config.description import Description
+from workbench.errors import NotDriving, NotFound
+from workbench.messages.calls import Call
+from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics
+from workbench.messages.replies import UpdatePart
+
+
+class Counters:
+    """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
+    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
+    iterations_to_skip: iterations that a resumed script is not to repeat. refused: whether a stage was refused in this
+    iteration, and none has run: the next draw takes its number."""
+
+    def __init__(self) -> None:
+        self.run = self.batch = self.iteration = self.iterations_to_skip = 0
+        self.draws: dict[int, int] = {}
+        self.weights: dict[str, Weights] = {}
+        self.last_metrics: dict[str, MetricValues] = {}
+        self.refused = False
+        self._runs_before = 0  # this iteration
+
+    @property
+    def next_iteration(self) -> int:
+        """The number of the iteration that a draw begins."""
+        return self.iteration + (not self.refused)
+
+    def begin_iteration(self, *, ahead: bool) -> None:
+        """Count the next iteration. ahead: its prompts were drawn before, for its number."""
+        self.iteration += ahead or not self.refused
+        self.last_metrics = {}
+        self.refused, self._runs_before = False, self.run
+
+    def note_refused(self) -> None:
+        """A stage was refused before it was sent anywhere."""
+        self.refused = self.iteration > 0 and self.run == self._runs_before
+
+    def next_run(self) -> int:
+        """The number of a new run."""
+        self.run += 1
+        self.refused = False
+        return self.run
+
+    def next_draw(self, iteration: int) -> int:
+        """The number of a new drawing of samples in an iteration."""
+        draw = self.draws[iteration] = self.draws.get(iteration, -1) + 1
+        return draw
+
+    def draw_again(self, iteration: int, draw: int) -> None:
+        """Give the next drawing this number again, if there was none since."""
+        if self.draws.get(iteration) == draw:
+            self.draws[iteration] -= 1
+
+    def state(self) -> dict[str, Any]:
+        """Their values, for a checkpoint or a later kernel."""
+        return {
+            "run": self.run,
+            "iteration": self.iteration,
+            "weights": {role: asdict(weights) for role, weights in self.weights.items()},
+            "draws": self.draws.get(self.iteration, -1),
+            "draws_ahead": [[number, draw] for number, draw in self.draws.items() if number > self.iteration],
+        }
+
+    def take_draws(self, state: Mapping[str, Any]) -> None:
+        """Go on with the draws that `state` gave."""
+        self.draws = {state["iteration"]: state["draws"], **dict(state["draws_ahead"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentRun:
+    """A stage that was sent to hosts, and whose result its caller does not have: an entry of the journal.
+
+    read: the columns that an update read. drawn: (iteration, draw), where it drew samples. Of an update whose ranks
+    have ended it: parts, how far each rank came, where it was stopped between two of its steps; result, its metrics,
+    where it came to its end; weights, as it left them. The same call again goes on from there.
+    """
+
+    number: int
+    name: str
+    role: str
+    hosts: tuple[str, ...]
+    code: str
+    updates: bool
+    result_ranks: tuple[int, ...]
+    layout: str = ""
+    read: Mapping[str, Column] = field(default_factory=dict)
+    drawn: tuple[int, int] | None = None
+    parts: tuple[UpdatePart, ...] = ()
+    result: Any = None
+    weights: Weights | None = None
+
+    def is_same_call(self, later: SentRun, weights: Weights | None) -> bool:
+        """Whether a later run is the same call, on the same rows, of a role that has the weights that this one left."""
+        same = (self.name, self.code, self.weights) == (later.name, later.code, weights)
+        return same and self.read.keys() == later.read.keys() and all(
+            column.location.same(later.read[name].location) for name, column in self.read.items()
+        )  # fmt: skip
+
+    def resumed(self, calls: Sequence[Call], layout: str, result_ranks: Sequence[int]) -> list[Call]:
+        """Calls that go on with its next step. layout, result_ranks: as they are now."""
+        parts = self.parts
+        if layout != self.layout:  # it has moved since: the metrics so far go to one rank whose metrics count
+            metrics: Metrics = {}
+            for rank in self.result_ranks:
+                merge_metrics(metrics, parts[rank].metrics)
+            empty = replace(parts[0], metrics={})
+            parts = tuple(
+                replace(empty, metrics=metrics) if rank == result_ranks[0] else empty for rank in range(len(calls))
+            )
+        return [replace(call, resume_from=part) for call, part in zip(calls, parts, strict=True)]
+
+
+class Journal(Protocol):
+    """The journal of one workbench."""
+
+    def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
+        """Append what has changed since the last entry. sent: a stage that now goes to its hosts, or more that is known
+        of it. over: numbers of stages whose results their callers have, or that left nothing."""
+
+
+class Ownership:
+    """One handle of a workbench, and whether this handle drives it.
+
+    controller: names this handle: two handles never give a shard the same name. drives: whether this kernel drives the
+    workbench, as of the last `notice_takeover`. journal: what a later kernel goes on from; None on the inline backend,
+    and where this kernel has only ever looked. closed: the handle was closed.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self.controller = secrets.token_hex(4)
+        self.closed, self.drives = False, True
+        self.journal: Journal | None = None
+        self._name, self._id = description.name, description.id
+        self._gathering: int | None = None  # the thread that is inside `together`
+        self._over: list[int] = []  # still to be appended
+        self._lock = threading.Lock()
+        self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
+
+    def take(self) -> None:
+        """Record that this kernel drives it."""
+        registry.own(self._id, self.controller)
+
+    def notice_takeover(self) -> None:
+        """Ask the registry whether another kernel has taken the workbench over; then this one never drives it again."""
+        if self.journal is None or not self.drives:
+            return
+        stamp = registry.owner_stamp(self._id)
+        if stamp != self._owner_stamp:
+            owner, self._owner_stamp = registry.owner(self._id), stamp
+            self.drives = owner is None or owner.controller == self.controller
+
+    def record(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
+        """Append what has changed to the journal, if this kernel drives; see `Journal.append`."""
+        if self.journal is None:
+            return
+        with self._lock:
+            self._over.extend(over)
+            if self.gathers and sent is None and (over or self._gathering == threading.get_ident()):
+                return
+            gathered: list[int] = []
+            if not self.gathers:
+                gathered, self._over = self._over, gathered
+        self.notice_takeover()
+        if self.drives:
+            self.journal.append(sent=sent, over=gathered)
+
+    def keep_open(self, run: int) -> None:
+        """Do not append that this run is over, which was to be appended at the end of `together`."""
+        with self._lock:
+            self._over = [number for number in self._over if number != run]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some thread is inside `together`."""
+        return self._gathering is not None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, changes are appended at the end, as one entry, and so is that stages are over: a kernel that ends in
+        between leaves none of them. That a stage is sent is appended at once, and so are changes by other threads."""
+        before, self._gathering = self._gathering, self._gathering or threading.get_ident()
+        try:
+            yield
+        finally:
+            self._gathering = before
+            self.record()
+
+    def check_open(self) -> None:
+        """Raise `NotFound` where it is closed."""
+        if self.closed and not self.drives:
+            again = (
+                f"wb.attach({self._name!r}) looks again, wb.attach({self._name!r}, take_over=True) drives it from here"
+            )
+            raise NotFound(f"this notebook has left {self._name!r}", "another kernel drives it", again)
+        if self.closed:
+            raise NotFound(f"workbench {self._name!r} is closed", "", "open it again with wb.open(...)")
+
+    def check_drives(self) -> None:
+        """Raise `NotFound` where it is closed, `NotDriving` where another kernel drives it."""
+        self.check_open()
+        self.notice_takeover()
+        if not self.drives:
+            owner = registry.owner(self._id)
+            who = "another kernel" if owner is None else f"process {owner.process.pid} on {owner.process.machine}"
+            raise NotDriving(
+                f"this notebook looks at {self._name!r}", f"{who} drives it, and the steps of two would mix",
+                f"wb.attach({self._name!r}, take_over=True) drives it from here",
+            )  # fmt: skip

@@ -1,0 +1,438 @@
+"""One call of an operation. The methods of `StageRun` stand in the order in which they happen:
+
+    lab.actor.compute_log_prob(batch)
+    check     arguments, batch and columns, in the caller's thread: nothing has been sent
+    enqueue   its number, its inputs, and the batch that it will make, which can be given to the next stage at once
+    plan      once its inputs are there and its pool is free: which rank gets which rows, from whom; touches no tensor
+    send      a `Call` to each rank: it pulls its rows, computes, and keeps the output
+    poll      look for the ranks' replies, until all are there or what is missing will never come
+    record    metrics, the role's weights, the batch's next version: the result
+
+How a caller waits for it is in `workbench.stages.run`; what follows from an interrupt, a cancellation or a failure in
+`workbench.stages.interrupted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.batches.batch import Batch
+from workbench.batches.location import Location, Pull, ShardId
+from workbench.batches.references import Column
+from workbench.batches.schema import OF_ONE_RESPONSE
+from workbench.batches.store import Origin, Weights
+from workbench.display.progress import note
+from workbench.errors import BadInput, StageTimeout, UpstreamError
+from workbench.errors.plain_text import shown
+from workbench.messages.calls import Call
+from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import Metrics, merge_metrics, reported
+from workbench.messages.replies import Reply, agreed_columns
+from workbench.placement import ROLLOUT
+from workbench.settings.engines import Training
+from workbench.stages import interrupted
+from workbench.stages.ranks import input_failed, one_error, too_many_failed
+from workbench.stages.run import Run, interruptible, wait_for
+from workbench.support.validation import at_least
+
+if TYPE_CHECKING:
+    from workbench.stages.group import WorkerGroup
+    from workbench.stages.runner import StageRunner
+
+# A rank that failed leaves those that step with it waiting in a collective. Ranks that show no progress for this long
+# after a failure, or when they are to stop, are taken to be stuck; those that make progress are waited for.
+GRACE_S = 60.0
+
+
+class StageRun(Run):
+    """A `Run` from its call to its result.
+
+    args, kwargs: as they go to the ranks. samples: copies of each row. training: of the role, when it was called;
+    None: it updates nothing.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    samples: int
+    training: Training | None
+
+    def __init__(
+        self, runner: StageRunner, group: WorkerGroup, stage: str, *, as_update: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """as_update: the role's later stages wait for it, as they do for updates. then: called when it has succeeded,
+        before waiters are woken."""
+        super().__init__(runner, group, stage)
+        self.operation = group.operations[stage].operation
+        self.updates = as_update or self.operation.updates
+        self._then = then
+
+    # --- 1 check ------------------------------------------------------------------------------------------------------
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise `BadInput`, or `UnknownColumn`, for a call that cannot be made."""
+        group, called, given = self.group, self.group.operations[self.stage], dict(kwargs)
+        self.timeout_s = given.pop("timeout_s", None)
+        if self.timeout_s is not None:
+            at_least("timeout_s", self.timeout_s, 0, strictly=True)
+        if self.operation.takes_batch:
+            self.input, args = self._batch_argument(args, given)
+        self.arguments, self.samples = called.arguments(args, given)
+        if self.operation.samples:
+            given.pop("samples", None)
+        self.args, self.kwargs = args, given
+        self.code = called.code(self.arguments, self.samples)
+        self.operation = self.operation.given(self.arguments)
+        self.reads = self.operation.needed(self.arguments) if self.operation.takes_batch else ()
+        self.writes = self.operation.written(self.arguments)
+        self.result_ranks = tuple(self.operation.protocol.collect(group.layout))
+        self.training = group.spec.training if self.operation.updates and group.spec.trained else None
+        if self.operation.updates:
+            self.runner.require_nothing_to_skip(self.name)
+        if self.input is not None:
+            called.check_columns(self.arguments, self.input.names)
+            self.input.need(self.reads, self.name)
+
+    def _batch_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, tuple[Any, ...]]:
+        batch, rest = (kwargs.pop("batch"), args) if "batch" in kwargs else (args[0] if args else None, args[1:])
+        if isinstance(batch, Run):
+            if batch.batch is None:
+                raise BadInput(f"{self.name}({batch!r})", "that run makes no batch", "give it a batch")
+            batch = batch.batch
+        if not isinstance(batch, Batch):
+            raise BadInput(
+                f"{self.name}({type(batch).__name__})",
+                "its first argument is a batch",
+                "start with lab.prompts.next(n)",
+            )
+        if not batch.is_of(self.runner.batches):
+            lab = self.runner.hosts.description.name
+            raise BadInput(f"{batch!r}", f"comes from another workbench than {lab!r}", "use this one's batches")
+        return batch, rest
+
+    # --- 2 enqueue ----------------------------------------------------------------------------------------------------
+
+    def enqueue(self, inputs: Sequence[Run]) -> None:
+        """Give it its number, and the batch that it will make. inputs: the runs that come before it, beside those that
+        make columns which it reads."""
+        self.number, self.submitted_s = self.runner.counters.next_run(), time.time()
+        self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.gathers
+        self.reported_as = self.runner.stage_name or self.operation.name
+        self._last_metrics = self.runner.counters.last_metrics  # of the iteration in which it was called
+        batch, makers = self.input, []
+        if batch is not None:
+            awaited = batch.makers(self.operation.awaited(self.reads, batch))
+            makers = [run for run in awaited if isinstance(run, Run)]
+            if self.operation.protocol.joins and self.writes:
+                self.batch = batch.after(self, self.writes, self.samples, self._stale)
+        self._inputs = list(dict.fromkeys([*inputs, *makers]))
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether the same call again would draw other samples."""
+        return self.operation.samples and self.arguments.get("seed") is None
+
+    @property
+    def _stale(self) -> tuple[str, ...]:
+        """Columns of an earlier response, which say nothing of the one that it draws."""
+        return OF_ONE_RESPONSE if self.operation.samples else ()
+
+    def run(self) -> Any:
+        """Submit it and wait: the blocking form of a call."""
+        with self.progress() as bar, interruptible(self) as presses:
+            self.ranks.counts.report = bar.update
+            with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
+                self.runner.scheduler.submit(self)
+            result = wait_for(self, bar, presses)
+        self.received()
+        return result
+
+    def submit(self) -> None:
+        """Submit it, in the background; on the inline backend it runs now."""
+        with interruptible(self) as presses:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.runner.scheduler.submit(self)
+            if presses.count:
+                with self.progress() as bar:
+                    wait_for(self, bar, presses)
+
+    # --- 3 plan: called by the scheduler, once its inputs are there ---------------------------------------------------
+
+    def blocked(self) -> bool:
+        """Whether an input is still to come; fails this run if one never will."""
+        for run in self._inputs:
+            if run.state in ("failed", "cancelled"):
+                self.fail(input_failed(self.name, run.name, None if run.future.cancelled() else run.future.exception()))
+                return True
+        return not all(run.done for run in self._inputs)
+
+    def plan(self) -> list[Call]:
+        """One call a rank."""
+        runner, operation = self.runner, self.operation
+        runner.groups.check_alive(self.group)
+        runner.batches.release_unused()
+        aside, inside, _ = self.reported_as.partition("/")
+        stage = f"{aside}/{self.stage}" if inside and aside == "evaluate" else self.stage  # spans tell what it costs
+        common: dict[str, Any] = {
+            "run": self.number, "key": f"{runner.ownership.controller}-{self.number}", "stage": stage,
+            "method": self.stage, "updates": operation.updates, "role": self.group.worker_role, "args": self.args,
+            "kwargs": self.kwargs, "submitted_s": self.submitted_s, "training": self.training,
+        }  # fmt: skip
+        if self.input is not None:
+            return self._calls_on_batch(self.input, common)
+        runner.ownership.record()  # the number of the run
+        size = len(self.group.hosts)
+        if not operation.protocol.values_per_rank:
+            return [Call(**common) for _ in range(size)]
+        for value in self.args:
+            if not isinstance(value, Sequence) or len(value) != size:
+                raise BadInput(
+                    f"{self.stage}: {shown(value)}", f"ALL_TO_ALL takes one input a rank, as lists of {size}"
+                )
+        per_rank = zip(*self.args, strict=True) if self.args else [()] * size
+        return [Call(**{**common, "args": tuple(values)}) for values in per_rank]
+
+    def _calls_on_batch(self, batch: Batch, common: Mapping[str, Any]) -> list[Call]:
+        runner, operation, travels = self.runner, self.operation, self.operation.travelling(self.reads, batch)
+        self.read, meta = batch.part(travels)
+        meta = {**meta, "seed": self._seed(meta)}
+        if self.group.role == ROLLOUT:  # which trained weights there are is known here, not where samples are drawn
+            meta["trained_version"] = runner.counters.weights["actor"].steps
+        if operation.generates:
+            meta["environments"] = runner.hosts.placement.environments
+        columns, _ = batch.copies(self.samples).part(travels)
+        dealt, collected = self.group.operations[self.stage].deal_rows(batch.rows * self.samples)
+        sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
+        calls = []
+        for rank, chunks in enumerate(dealt):
+            rows = np.concatenate(chunks)
+            calls.append(
+                Call(
+                    **common, batch=batch.id, rows=rows, keep=operation.protocol.joins and rank in collected,
+                    pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
+                    minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
+                    meta=dict(meta), all_valid=operation.counts_all_rows,
+                )
+            )  # fmt: skip
+        return runner.interrupted.sent(self, calls)
+
+    def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
+        seed, iteration = self.runner.hosts.description.seed, int(meta.get("iteration", 0))
+        if not self.operation.samples:
+            return (seed, iteration)
+        if self.arguments.get("seed") is not None:
+            return (int(self.arguments["seed"]), iteration)
+        return (seed, iteration, self.runner.counters.next_draw(iteration))
+
+    # --- 4 send -------------------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Make the calls and give them to the hosts."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        backend, answers = self.runner.hosts.backend, self.ranks.answers
+        try:
+            self.calls, self.started_s = self.plan(), time.time()
+            self.begin_clock()
+            if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
+                self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
+            for host, call in zip(self.group.hosts, self.calls, strict=True):
+                answers.append(backend.execute(host, call, self.ranks.counts.count))
+            self.ranks.begin()
+        except BaseException as error:
+            # ranks that have their call would wait for those that have not
+            self.stuck = 0 < len(answers) < len(self.group.hosts)
+            if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
+                self.fail(interrupted.cut_short(self.name, updates=self.updates))
+                raise
+            if not isinstance(error, Exception):
+                raise
+            self.fail(error)
+
+    # --- 5 poll: called by the scheduler until it is over -------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Look at what has come; ends the run when all is there, or when what is missing will never come."""
+        if not self.ranks.look():
+            self._end()
+            return
+        if self._stopping is not None:
+            self._stopping.poll(self.ranks.working)
+        ending = bool(self.ranks.failed) or self._stopping is not None
+        if self.ranks.quiet_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
+            self.stuck = True
+            self._end()
+
+    def begin_clock(self) -> None:
+        """Count its time from now, if it does not count yet: from when its ranks begin or, behind a run that was
+        cancelled, from when it waits."""
+        self._clock_s = self._clock_s or time.monotonic()
+
+    def check_time(self) -> None:
+        """Fail it if it is late. Its ranks leave it as after an interrupt."""
+        if self.timeout_s is None or not self._clock_s or self.done:
+            return
+        if time.monotonic() - self._clock_s <= self.timeout_s:
+            return
+        late = f"{self.name} took longer than timeout_s={self.timeout_s:g}"
+        if not self.calls:
+            self.fail(StageTimeout(
+                late, f"it waited for pool {self.group.pool.name!r}, which is at work on a stage that was given up",
+                "wait for it, or where it never ends start its pool again with lab.recover()",
+            ))  # fmt: skip
+            return
+        error = StageTimeout(
+            late, self.ranks.at(self.runner.hosts.backend),
+            "its ranks leave it at the next place where nothing is half done, for which the next call waits; the same "
+            "call again of an update goes on with the steps that are left",
+        )  # fmt: skip
+        self._abandoned = f"its timeout_s={self.timeout_s:g} had passed"
+        self.ended_s = time.time()
+        self.runner.failures.note(self, error)
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+        self._leave()
+
+    def _end(self) -> None:
+        try:
+            self._collect()
+            if self._abandoned and not self.updates:
+                raise UpstreamError(f"the result of {self.name} was dropped", self._abandoned)
+            result = self.record()
+        except Exception as error:
+            self.fail(error)
+        else:
+            self.settle(result)
+
+    def _collect(self) -> None:
+        """Take the replies; raises the error of the ranks that failed, were stopped, or are stuck."""
+        replies, failures, dead = self.ranks.collect()
+        self.replies += replies
+        self.unrecorded += replies
+        if dead is not None:  # what other ranks ran into follows from it
+            self.stuck = True
+            raise dead
+        if failures:
+            raise one_error(self, failures)
+        if self.stuck:
+            raise interrupted.stuck(self.name, ", ".join(map(str, self.ranks.working)), GRACE_S)
+        self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
+        if self.parts:
+            raise interrupted.after(self.name, self.parts[0]) if self.updates else interrupted.as_before(self.name)
+
+    # --- 6 record -----------------------------------------------------------------------------------------------------
+
+    def record(self) -> Any:
+        """What it gives: the batch's next version, an update's metrics, or what ranks returned."""
+        runner, role = self.runner, self.group.role
+        self.record_replies()
+        for line in dict.fromkeys(line for reply in self.replies for line in reply.notes):
+            note(f"{self.name}: {line}")
+        collected = [self.replies[rank] for rank in self.result_ranks]
+        metrics: Metrics = {}
+        for reply in collected:
+            merge_metrics(metrics, reply.metrics)
+        self.metrics = MetricValues(reported(metrics))
+        weights = runner.counters.weights
+        # a run may take its turn as an update does and change no weights, such as `check_sync` of rollout workers
+        if self.operation.updates and role in weights:
+            weights[role] = Weights.fresh(int(self.metrics.get("optimizer_steps", weights[role].steps + 1)))
+        result = self._made(collected) if self.operation.protocol.joins else [reply.value for reply in collected]
+        self.given = result if self.updates else None
+        if self.given_up:
+            runner.interrupted.not_received(self)
+        self._report()
+        scored = [reply.scored for reply in collected if reply.scored is not None]
+        if scored and not self.given_up:
+            for listener in runner.scores:
+                listener(self.calls[0].meta, scored)
+        if self._then is not None:
+            self._then()
+        return result
+
+    def _made(self, collected: Sequence[Reply]) -> Any:
+        """The batch's next version; the metrics where no columns were made. Raises the error of the first row that
+        failed, where more of them failed than the call allows."""
+        batch, failed = self.input, {reply.rank: reply.failed for reply in collected if reply.failed is not None}
+        assert batch is not None
+        most = next((found.most for found in failed.values()), 1.0)
+        too_many = sum(found.count for found in failed.values()) > most * batch.rows * self.samples
+        if too_many:
+            self.code = f"failed {self.code}"  # its columns are not those of a stage that succeeded
+        summaries = agreed_columns(collected, self.writes, self.name)
+        if not summaries:
+            return self.metrics
+        shards = [ShardId(self.group.hosts[rank], self.calls[rank].key) for rank in self.result_ranks]
+        rows = [self.calls[rank].rows for rank in self.result_ranks]
+        parts = [(shard, mine) for shard, mine in zip(shards, rows, strict=True) if mine is not None]
+        location = Location.of_parts(parts)
+        self.runner.batches.shard_counts.hold(location)
+        self.meta = collected[0].meta
+        self.made = {
+            name: Column(
+                dtype=summary.dtype, row_shape=summary.row_shape, nbytes=summary.nbytes, owner=self.group.role,
+                location=location, made_with=self.code,
+            )
+            for name, summary in summaries.items()
+        }  # fmt: skip
+        if too_many:
+            made = batch.with_made(self, self.samples, self._stale)
+        else:
+            made = batch.with_columns(self.made, self.meta) if self.batch is None else self.batch
+        self.runner.batches.store.add(made, self._origin(), self.made.values(), by_loop=self.by_loop)
+        if too_many:
+            raise too_many_failed(self, failed, made)
+        return made
+
+    def _origin(self) -> Origin:
+        call, weights = self.calls[0], self.runner.counters.weights.get(self.group.role)
+        return Origin(
+            stage=self.name,
+            run=self.number,
+            inputs=(call.batch,),
+            arguments={name: f"{shown(value, 80)}" for name, value in call.kwargs.items()},
+            weights_version=weights.steps if weights else None,
+            weights_state=weights.state if weights else "",
+            seed=tuple(call.meta["seed"]),
+            travelled=tuple(dict.fromkeys(name for names, _ in call.pulls for name in names)),
+            meta_in={name: value for name, value in call.meta.items() if name not in ("seed", "trained_version")},
+            meta_out=self.meta,
+            code=self.code,
+            metrics=self.metrics,
+        )
+
+    def answer(self, result: Any) -> None:
+        """End it without sending it, with the result of an earlier run."""
+        self._report()
+        self.from_store = True
+        self.settle(result)
+
+    def _report(self) -> None:
+        """Record its metrics, under the name that its caller has for the stage."""
+        if self.metrics:
+            runner, now = self.runner, self.runner.counters.iteration
+            iteration = int(self.calls[0].meta.get("iteration", now)) if self.calls else now
+            rows = 0 if self.input is None else self.input.rows * self.samples
+            runner.telemetry.append_metrics(self.reported_as, self.number, iteration, self.metrics, rows=rows)
+            self._last_metrics[self.reported_as] = self.metrics
+
+
+def group_pulls(
+    columns: Mapping[str, Column], names: tuple[str, ...], rows: np.ndarray, shard_successors: Mapping[str, str]
+) -> list[tuple[tuple[str, ...], tuple[Pull, ...]]]:
+    """What has to be pulled for these rows: columns that lie together are pulled together. shard_successors: see
+    `ShardId.now`."""
+    together: dict[int, tuple[Location, list[str]]] = {}
+    for name in names:
+        location = columns[name].location
+        together.setdefault(id(location), (location, []))[1].append(name)
+    return [
+        (tuple(group), tuple(pull._replace(shard=pull.shard.now(shard_successors)) for pull in location.pulls(rows)))
+        for location, group in together.values()
+    ]
