@@ -128,6 +128,31 @@ def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:
         assert text(rows.training[0].answer_ids[0]) == f"b{end}"
 
 
+def test_white_space_of_answers_is_what_the_template_leaves() -> None:
+    """Code begins with blanks: it is trained as it stands, unless the template trims; a pair may differ in blanks."""
+    code, plain = "    return x + 1\n", "return x + 1"
+    trims = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|eos|>{% endfor %}"
+    head = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    for template, written, kept in (
+        (trims.replace(" | trim", "") + head, code, 1),
+        (trims.replace("trim", "replace('    ', '')") + head, plain + "\n", 1),
+        (trims + head, plain, 0),
+    ):
+        tokenizer = load_tokenizer(TINY)
+        tokenizer.chat_template = template
+        for prompt in ("a", [USER]):
+            rows = Examples([{"prompt": prompt, "response": code}], "demonstrations", tokenizer=tokenizer).training
+            messages = [USER | {"content": "a"} if prompt == "a" else USER, said(code)]
+            whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            assert rows[0].prompt_ids + rows[0].answer_ids[0] == whole
+            assert text(rows[0].answer_ids[0]) == f"{written}<|eos|>"
+        both = [{"prompt": "a", "chosen": code, "rejected": other} for other in (plain, "another")]
+        pairs = Examples(both, "pairs", tokenizer=tokenizer)
+        assert (len(pairs.training), pairs.equal) == (1 + kept, 1 - kept)
+    blank = Examples([{"prompt": "a", "response": "  "}], "demonstrations", tokenizer=load_tokenizer(TINY))
+    assert text(blank.training[0].answer_ids[0]) == "  <|eos|>"
+
+
 def test_over_long_rows_are_dropped_cut_or_refused() -> None:
     rows = [{"prompt": "p" * n, "chosen": "c" * 10, "rejected": "r"} for n in (5, 50, 500)]
     rows += [{"prompt": "p", "chosen": "c" * 200, "rejected": "r"}, {"prompt": "p", "chosen": "c", "rejected": "c"}]

@@ -35,8 +35,9 @@ def calls() -> Iterator[UserCalls]:
 
 
 def run(
-    calls: UserCalls, function: Callable[..., Any], n: int = 3, concurrency: int = 2, timeout_s: float = 20.0
-) -> list[Score | None]:
+    calls: UserCalls, function: Callable[..., Any], n: int = 3, concurrency: int | None = 2,
+    timeout_s: float = 20.0,
+) -> list[Score | None]:  # fmt: skip
     scores, failures = score_rows(
         function,
         [{"prompt": f"p{i}", "response": "r" * i} for i in range(n)],
@@ -409,3 +410,98 @@ def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monke
     assert score_rows(
         score, rows, [1], asking=Asking(calls=calls, concurrency=1, timeout_s=20.0), where="rank 0", row_numbers=[0]
     ) == ([1.0], {})  # fmt: skip
+
+
+def alarmed(prompt: str, response: str) -> float:
+    """Limits its time by a signal, as math-verify does, and leaves the alarm of row p0 behind."""
+
+    def late(*signal_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.1 if prompt == "p0" else 0)
+    return 1.0
+
+
+def wrapped(prompt: str, response: str) -> float:
+    """The same, as verifiers are often written."""
+    try:
+        return alarmed(prompt, response)
+    except Exception:
+        return 0.0
+
+
+def test_calls_one_at_a_time_have_the_main_thread_where_signals_work(calls: UserCalls) -> None:
+    def after_a_while(prompt: str, response: str) -> float:
+        time.sleep(0.3 * (prompt == "p1"))
+        return alarmed(prompt, response)
+
+    async def waits(prompt: str, response: str) -> float:
+        return float(threading.current_thread() is not threading.main_thread())
+
+    def by_math_verify(prompt: str, response: str) -> float:
+        from math_verify import parse, verify
+
+        try:
+            return float(verify(parse("$\\frac{1}{2}$"), parse("$0.5$")))
+        except Exception:
+            return 0.0
+
+    for concurrency in (None, 1):
+        for function in (alarmed, wrapped, after_a_while, waits, by_math_verify):
+            assert run(calls, function, concurrency=concurrency) == [1.0] * 3
+    for function in (alarmed, wrapped):  # no row scores 0 in silence for want of a thread
+        for kind in (function, wb.limits(own_process=False)(functools.partial(function))):
+            with expect_error(RewardError, value="sets a handler of signals.*main thread.*concurrency=1"):
+                run(calls, kind, concurrency=2)
+
+
+def test_a_function_sees_the_variables_folder_and_path_of_now(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def seen(prompt: str, response: str) -> float:
+        folder, path = os.getcwd() == os.environ.get("FOLDER"), os.environ.get("FOLDER") in sys.path
+        if prompt == "p0" and os.environ.get("CRASH"):
+            os._exit(3)
+        return float(os.environ.get("KEY", "-1")) + 10 * folder + 100 * path
+
+    monkeypatch.delenv("KEY", raising=False)
+    assert run(calls, seen) == [-1.0] * 3
+    monkeypatch.setenv("KEY", "7")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    assert run(calls, seen) == [7.0] * 3
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run(calls, seen) == [117.0] * 3
+    monkeypatch.setenv("CRASH", "1")
+    with expect_error(RewardError, value="exit code 3"):
+        run(calls, seen)
+    monkeypatch.delenv("CRASH")
+    assert run(calls, seen) == [117.0] * 3  # in a new process
+    monkeypatch.delenv("KEY")
+    assert run(calls, seen) == [109.0] * 3
+
+
+def test_each_call_in_the_host_has_the_row_as_it_is(calls: UserCalls) -> None:
+    @wb.limits(own_process=False)
+    def changes(prompt: list[int], response: str) -> float:
+        prompt.append(1)
+        if len(prompt) == 2 and not response:
+            raise ValueError("the first time")
+        return float(len(prompt))
+
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("of its own text")
+
+    @wb.limits(own_process=False)
+    def fails(prompt: list[int], response: str) -> float:
+        raise Unreadable
+
+    rows = [{"prompt": [0], "response": "r" * i} for i in range(2)]
+    for retries in (0, 1):
+        asking = Asking(calls=calls, concurrency=1, timeout_s=20, retries=retries)
+        scores, failures = score_rows(changes, rows, [1, 1], asking=asking, where="rank 0", row_numbers=[0, 1])
+        assert scores == [None, 2.0] and list(failures) == [0] and rows[0]["prompt"] == [0]
+    _, failures = score_rows(fails, rows, [1, 1], asking=asking, where="rank 0", row_numbers=[0, 1])
+    assert list(failures) == [0, 1] and "its message cannot be read" in failures[0].what

@@ -121,3 +121,21 @@ def test_what_cannot_be_sent_to_a_host_is_refused(lab: wb.Workbench, batch: wb.B
     with expect_error(BadInput, value="cannot pickle '_thread.lock' object", rule="also one with own_process=False"):
         lab.reward.compute_reward(batch, function=held)
     assert lab.reward.compute_reward(batch).rows == batch.rows
+
+
+def test_hosts_of_this_machine_see_what_the_notebook_has_changed(
+    lab: wb.Workbench, batch: wb.Batch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def seen(prompt: str, response: str, **row: Any) -> float:
+        return float(os.environ.get("JUDGE_KEY", "-1")) + 10 * (os.getcwd() == os.environ.get("JUDGE_FOLDER"))
+
+    for function in (seen, wb.limits(own_process=False)(lambda **row: seen(**row))):
+        for key, there in ((None, False), ("5", False), ("6", True), (None, False)):
+            with monkeypatch.context() as now:
+                if key is not None:
+                    now.setenv("JUDGE_KEY", key)
+                    now.setenv("JUDGE_FOLDER", str(tmp_path))
+                if there:
+                    now.chdir(tmp_path)
+                scored = lab.reward.compute_reward(batch, function=function).fetch(["rewards"])["rewards"]
+                assert set(scored.tolist()) == {float(key or -1) + 10 * there}

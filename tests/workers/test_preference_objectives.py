@@ -212,6 +212,10 @@ def test_what_is_wrong_is_said(lab: wb.Workbench) -> None:
         lab.feedback([{"prompt": "a", "completion": "b"}])
     with expect_error(BadInput, value=r"KTO\.rows=1"):
         wb.KTO(lab, lab.feedback(RATED), rows=1)
+    alone = lab.feedback(RATED)
+    with expect_error(BadInput, value="one row of feedback", remedy="at least 2"):  # its mismatched answer is its own
+        alone.next(1)
+    assert alone.drawn == 0
     with expect_error(BadInput, remedy=r"make them with lab\.feedback"):
         wb.KTO(lab, lab.pairs(PAIRS), rows=2)
     with expect_error(BadInput, value="beta=0"):

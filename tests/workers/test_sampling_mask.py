@@ -163,6 +163,27 @@ def test_without_the_mask_a_correction_is_refused_and_would_be_wrong(lab: wb.Wor
         lab.actor.update_actor(with_advantages(lab, lab.put(kept, meta=batch.meta)))
 
 
+def test_a_correction_is_refused_where_tokens_were_banned_and_allowed_with_finite_biases(lab: wb.Workbench) -> None:
+    """They are taken from the engine's distribution alone, as top_p takes others; no mask tells them."""
+    for given, value in (
+        ({"logit_bias": {5: -math.inf, 6: 1.0}}, "a logit_bias of -inf for 1 token"),
+        ({"min_new_tokens": 3, "keep_mask": True}, "min_new_tokens=3"),
+        ({"logit_bias": {5: -math.inf}, "temperature": 0.0}, "a logit_bias of -inf"),
+        ({"logit_bias": {5: -1.0}, "repetition_penalty": 1.1}, ""),
+        ({"logit_bias": {5: -math.inf}, "top_k": 20, "keep_mask": True}, ""),
+    ):
+        made = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6, seed=3, **given)  # type: ignore[arg-type]
+        made = with_advantages(lab, lab.actor.compute_log_prob(made))
+        if value:
+            with expect_error(BadInput, value=value, remedy="leave the correction out"):
+                lab.actor.update_actor(made, correction=wb.Correction())
+            continue
+        with lab.kept("actor"):
+            assert lab.actor.update_actor(made, correction=wb.Correction())["correction/weight/mean"] > 0
+    with expect_error(BadInput, value="min_new_tokens=2"):
+        wb.GRPO(lab, samples=2, sampling=wb.Sampling(min_new_tokens=2), correction=wb.Correction())
+
+
 def test_the_reference_is_over_the_same_tokens_unless_asked_otherwise(lab: wb.Workbench, batch: wb.Batch) -> None:
     inside = column(lab.reference.compute_ref_log_prob(batch), "ref_log_prob").values
     outside = column(lab.reference.compute_ref_log_prob(batch, sampling_mask=False), "ref_log_prob").values

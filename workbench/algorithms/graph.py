@@ -17,7 +17,7 @@ from workbench.batches.schema import SCHEMA
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
-from workbench.settings.engines import check_untruncated, truncation
+from workbench.settings.engines import check_untruncated, keeps_mask, truncation
 from workbench.stages.group import GroupOperation
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of
@@ -185,7 +185,7 @@ class Graph:
         title: begins the message."""
         for stage in self.stages:
             given = stage.arguments if stage.samples else {}
-            if (truncated := truncation(given)) and not given.get("keep_mask"):
+            if (truncated := truncation(given)) and not keeps_mask(given):
                 for name in self.behind(stage.name):
                     if correction := self[name].arguments.get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)

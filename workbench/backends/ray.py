@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
@@ -22,6 +23,7 @@ from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
 from workbench.support.files import open_to_append, private_folder
 from workbench.support.machine import Process, end
+from workbench.support.surroundings import Surroundings
 
 GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
 ATTACH_TIMEOUT_S = 60  # of a busy machine: an actor that is gone answers at once
@@ -134,6 +136,7 @@ def _actor_class(ray: Any) -> Any:
 
         def __init__(self, info: HostInfo, asked_s: float) -> None:
             from workbench.backends.ray import send_output_to
+            from workbench.support.surroundings import Surroundings
             from workbench.workers.host import Host
 
             if info.log_path:
@@ -141,6 +144,7 @@ def _actor_class(ray: Any) -> Any:
             self._host = Host(info, _Peers(info.lab))
             self._host.note_start(asked_s)
             self._driver = ""
+            self._own, self._changes = Surroundings.here(), dict[str, Any]()
 
         @ray.method(concurrency_group="control")
         def process(self) -> Process:
@@ -154,6 +158,12 @@ def _actor_class(ray: Any) -> Any:
             self._check(driver, method)
             with containing():
                 return getattr(self._host, method)(*args, **kwargs)
+
+        def execute(self, driver: str, call: Call, changes: Mapping[str, Any]) -> Any:
+            if changes != self._changes:
+                self._own.with_changes(changes).take()
+                self._changes = dict(changes)
+            return self.compute(driver, "execute", call)
 
         @ray.method(concurrency_group="data")
         def data(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +245,7 @@ class RayBackend(Backend):
         self._head = joined_head()
         self._actors: dict[str, Any] = {}
         self._looked_s = time.monotonic()
+        self._before = Surroundings.here()  # of the notebook, whose later changes go with each stage
         self.processes: dict[str, Process] = {}
 
     def rejoin(self, note: Callable[[str], None]) -> bool:
@@ -421,7 +432,9 @@ class RayBackend(Backend):
             pending.result()
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        return self._send(host, self._actor(host).compute, "execute", call)
+        here = self.processes[host].machine == socket.gethostname()
+        changes = Surroundings.here().since(self._before) if here else {}
+        return self._send(host, self._actor(host).execute, call, changes)
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._send(host, self._actor(host).control, method, *args, **kwargs)

@@ -44,6 +44,12 @@ class ExampleStream:
 
     def next(self, n: int) -> Batch:
         """The next n rows for training as a batch, and with it the next iteration. Columns: see `Examples.table`."""
+        if self.examples.kind == "feedback" and n == 1:
+            raise BadInput(
+                "a batch of one row of feedback",
+                "the reference point of KTO is estimated with the answers of other rows of the batch",
+                "draw at least 2 rows",
+            )
         self._feed.before_iteration()
         rows = self.examples.next(n)
         self._feed.begin_iteration()

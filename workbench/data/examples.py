@@ -19,7 +19,7 @@ from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
-from workbench.models.tokenizers import turn_end
+from workbench.models.tokenizers import as_template_writes, turn_end
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, Whole
 
@@ -194,11 +194,11 @@ class Examples(EpochRows[Tokenized]):
     def _tokenize(self, example: Example) -> Tokenized:
         tokenizer, prompt, answers = self._tokenizer, example.prompt, example.answers
         chat = self._chat or not isinstance(prompt, str)
-        if chat and isinstance(prompt, str):
-            prompt = dialogue(prompt) or prompt
-        if chat:  # a template writes its own line breaks; without one the answer's first space belongs to it
+        if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
+            prompt, answers = turns, tuple(answer.strip() for answer in answers)
+        if chat:
             begun = chat.prefill if isinstance(chat, ChatFormat) else ""
-            answers = tuple(answer.strip().removeprefix(begun) for answer in answers)
+            answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
         return Tokenized(
             example=example,

@@ -167,6 +167,20 @@ def has_texts(value: object) -> bool:
 TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
 
 
+def as_template_writes(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
+    """An answer as it stands in a conversation that the chat template writes: some templates take white space off."""
+    if answer == answer.strip():
+        return answer
+    question = {"role": "user", "content": "-"}
+    whole, probe = (
+        rendered(tokenizer, [question, {"role": "assistant", "content": content}], next_turn=False)
+        for content in (answer, TURN)
+    )
+    head, _, tail = probe.partition(TURN)
+    within = len(whole) >= len(head + tail) and whole.startswith(head) and whole.endswith(tail)
+    return whole[len(head) : len(whole) - len(tail)] if within and TURN in probe else answer.strip()
+
+
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token at which a turn of the assistant ends: the special token that the chat template writes behind it, white
     space aside. Where the template writes none, or cannot render a turn, and without a template: the tokenizer's EOS.

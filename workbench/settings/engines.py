@@ -37,6 +37,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 ShareMemory = bool | Literal["always"]
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
 SHARE_MEMORY = (False, True, "always")
+MASKED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # settings whose effect a sampling mask tells, where they are off
 
 
 @settings()
@@ -221,7 +222,8 @@ class Sampling:
     `rollout_log_prob` is the log-probability of the sampled token under the distribution sampled from: logits, then
     bias, banned endings, penalties, temperature, min-p, top-k, top-p, in this order, renormalized. With none of them
     but temperature that is log softmax(logits / temperature), the trainer's definition; with others the gap between
-    the two is theirs as well, and with top_p, top_k and min_p a `Correction` is refused unless the mask is kept. Greedy
+    the two is theirs as well. With settings that leave tokens out, which are top_p, top_k, min_p, biases of -inf and
+    min_new_tokens, a `Correction` is refused unless the mask is kept. Greedy
     responses carry log softmax(logits after bias and penalties).
     """
 
@@ -286,7 +288,7 @@ class Sampling:
     @property
     def keeps_mask(self) -> bool:
         """Whether there is a mask to keep: tokens are left out of what is sampled from."""
-        return self.keep_mask and bool(truncation(vars(self)))
+        return keeps_mask(vars(self))
 
     @property
     def several_turns(self) -> Callable[..., Any] | None:
@@ -300,10 +302,19 @@ class Sampling:
 
 
 def truncation(sampling: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the settings by which the engine samples from some tokens only, with their values. sampling: fields of
-    `Sampling`."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} if sampling.get("temperature", 1.0) else {}
-    return {name: sampling[name] for name, value in off.items() if name in sampling and sampling[name] != value}
+    """Those of the settings by which the engine samples from some tokens only, with their values; of `logit_bias`, how
+    many tokens it bans. sampling: fields of `Sampling`."""
+    off = MASKED if sampling.get("temperature", 1.0) else {}
+    left = {name: sampling[name] for name, value in off.items() if name in sampling and sampling[name] != value}
+    banned = sum(bias == -math.inf for bias in (sampling.get("logit_bias") or {}).values())
+    return left | ({"logit_bias": banned} if banned else {}) | (
+        {"min_new_tokens": sampling["min_new_tokens"]} if sampling.get("min_new_tokens") else {}
+    )  # fmt: skip
+
+
+def keeps_mask(sampling: Mapping[str, Any]) -> bool:
+    """Whether there is a mask to keep: top_p, top_k or min_p leave tokens out. sampling: fields of `Sampling`."""
+    return bool(sampling.get("keep_mask") and truncation(sampling).keys() & MASKED.keys())
 
 
 def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
@@ -311,21 +322,23 @@ def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
     truncated: see `truncation`.
     """
     if truncated:
-        given = ", ".join(f"{name}={value}" for name, value in truncated.items())
-        off = ", ".join(f"{name}={1.0 if name == 'top_p' else 0}" for name in truncated)
+        said = {"logit_bias": "a logit_bias of -inf for {:g} token(s)"}
+        given = ", ".join(said.get(name, name + "={:g}").format(value) for name, value in truncated.items())
+        off = [f"{name}={MASKED.get(name, 0)}" for name in truncated if name != "logit_bias"]
+        off += ["finite biases"] if "logit_bias" in truncated else []
+        mask = ", or with keep_mask=True before compute_log_prob" if truncated.keys() & MASKED.keys() else ""
         raise BadInput(
             f"{what} on rollouts that were sampled with {given}",
             "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
             "probability of the tokens that were left, not a difference between engine and trainer",
-            f"sample with {off}, or with keep_mask=True before compute_log_prob, or leave the correction out",
+            f"sample with {', '.join(off)}{mask}, or leave the correction out",
         )
 
 
 def check_mask(sampling: Mapping[str, Any], generation: Generation | None) -> None:
     """Raise `BadInput` where the engine cannot give the mask that is to be kept. sampling: fields of `Sampling`."""
-    truncated = truncation(sampling) if sampling["keep_mask"] else {}
-    if truncated and not sampling["top_k"] and generation is not None and generation.engine == "vllm":
-        given = ", ".join(f"{name}={value}" for name, value in truncated.items())
+    if keeps_mask(sampling) and not sampling["top_k"] and generation is not None and generation.engine == "vllm":
+        given = ", ".join(f"{name}={sampling[name]}" for name in truncation(sampling) if name in MASKED)
         raise BadInput(
             f"keep_mask=True with {given} and no top_k, on engine='vllm'",
             "vLLM names the tokens that were left where a top_k bounds their number",

@@ -25,7 +25,7 @@ from workbench.models.lora import LoRA
 from workbench.models.spec import Model
 from workbench.placement import Pool
 from workbench.settings.context import GivenContext
-from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, truncation
+from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, keeps_mask, truncation
 from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import NonNegativeInt
@@ -69,7 +69,7 @@ def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["response_ids", "response_mask", "rollout_log_prob", "finished", "ending"]
-    columns += MASK_COLUMNS if arguments["keep_mask"] and truncation(arguments) else []
+    columns += MASK_COLUMNS if keeps_mask(arguments) else []
     columns += ["prompt_ids", *TURN_COLUMNS, *STATUS] if _of_several_turns(arguments) else []
     columns += [CONTEXT_STARTS] if arguments["agent"] or arguments["context"] else []
     return (*columns, *([COMPONENTS] if arguments["agent"] else []))
