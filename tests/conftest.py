@@ -12,6 +12,9 @@ from hypothesis import settings
 
 from workbench.support.home import home
 
+# one thread for torch, as `make test` has it: sums in two are added in another order
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # how long one example takes says more about the machine than about the code
 settings.register_profile("workbench", deadline=None)
 settings.load_profile("workbench")

