@@ -29,7 +29,7 @@ CRITIC = """
         )
         def regress(self, batch) -> Output:
             self.calls += 1
-            return self._regress(batch, "values", "returns", None, bound(), 1, "token-mean", None)
+            return self.update_critic(batch, clip=bound())
 
         @wb.register("ONE_TO_ALL")
         def told(self):

@@ -170,9 +170,7 @@ async def hangs(prompt: str, response: str) -> float:
 
 
 def test_batched_without_brackets_says_that_they_are_missing() -> None:
-    with expect_error(
-        BadInput, value="with 1 argument.*", remedy=r"above a function write @wb\.batched\(\.\.\.\), with brackets"
-    ):
+    with expect_error(BadInput, remedy=r"above a function write @wb\.batched\(\.\.\.\), with brackets"):
         batched(len_of_all)  # type: ignore[call-arg, arg-type]
 
 

@@ -80,7 +80,7 @@ def test_where_matrices_are_not_whole_it_is_refused(tmp_path: Path) -> None:
     with expect_error(BadInput, value="optimizer='muon', engine='deepspeed'", rule="stretches of many"):
         wb.Training(optimizer="muon")
     placement = wb.Placement.of({"all": (2, ["actor"])}, layouts={"actor": (1, 2, 1)})
-    with expect_error(BadInput, value="optimizer='muon'", rule="t=2 cuts matrices"):
+    with expect_error(BadInput, value="optimizer='muon'", rule="t=2 cuts them"):
         tiny_lab(
             "cut", tmp_path, models={"actor": TINY}, devices=2, placement=placement, training={"optimizer": "muon"}
         )

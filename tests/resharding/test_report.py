@@ -92,7 +92,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train 1-4-20000 --generate 1-2 --model tiny-llama", "at most 8192 ranks. plan fewer replicas"),
         ("--train 1-2-1 --generate 1-1 --model {nine}", "9 units over t=2 tensor ranks"),
         ("--train 1-2-1 --generate 1-1 --model {nine}", "use one of t=1, 3"),
-        ("--train 1-4-1 --generate 1-2 --model tiny-llama --strategy ring", "must be one of 'full', 'v', 'hybridflow'"),
+        ("--train 1-4-1 --generate 1-2 --model tiny-llama --strategy ring", "must be one of 'hybridflow', 'v', 'full'"),
         ("--train 1-2-1 --generate 1-2 --model tiny-lama", "did you mean 'tiny-llama'?"),
         ("--train 1-2-1 --generate 1-2 --model ./nowhere.json", "no file or folder './nowhere.json'"),
         ("--train 1-2-1 --generate 1-2 --model tiny-llama --dtype half-ish", "must be the name of a torch dtype"),

@@ -191,7 +191,7 @@ def test_all_layers_of_a_real_model_move_as_two_of_them_do() -> None:
 
 def test_wrong_input_is_said_before_anything_is_planned() -> None:
     weights = model_weights(load_config("tiny-llama"))
-    with expect_error(BadInput, rule="'full', 'v', 'hybridflow'"):
+    with expect_error(BadInput, rule="'hybridflow', 'v', 'full'"):
         plan_transition(weights, Layout(1, 2, 1), "ring")
     for strategy in STRATEGIES:
         with expect_error(BadInput, value="4 units over t=3"):

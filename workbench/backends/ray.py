@@ -144,7 +144,8 @@ def _actor_class(ray: Any) -> Any:
             self._host = Host(info, _Peers(info.lab))
             self._host.note_start(asked_s)
             self._driver = ""
-            self._own, self._changes = Surroundings.here(), dict[str, Any]()
+            self._own: Surroundings = Surroundings.here()
+            self._changes: Mapping[str, Any] = {}
 
         @ray.method(concurrency_group="control")
         def process(self) -> Process:
@@ -161,8 +162,8 @@ def _actor_class(ray: Any) -> Any:
 
         def execute(self, driver: str, call: Call, changes: Mapping[str, Any]) -> Any:
             if changes != self._changes:
-                self._own.with_changes(changes).take()
-                self._changes = dict(changes)
+                self._own.take_changes(changes, self._changes)
+                self._changes = changes
             return self.compute(driver, "execute", call)
 
         @ray.method(concurrency_group="data")

@@ -139,6 +139,7 @@ class Run:
         self.received()
         return result
 
+    @checked_call("run.wait")
     def wait(self) -> Any:
         """Wait as `result` does, for a caller that does not get the result yet."""
         with self.progress() as bar, interruptible(self) as presses:

@@ -362,7 +362,8 @@ def _said(detail: ErrorDetails) -> str:
     kind, ctx = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         return f"must be one of {', '.join(_choices(detail))}"
-    plain = {key: f"{v:.0f}" if isinstance(v, float) and v.is_integer() else v for key, v in ctx.items()}
+    whole = {key: f"{v:.0f}" for key, v in ctx.items() if isinstance(v, float) and v.is_integer() and abs(v) < 1e15}
+    plain = {**ctx, **whole}
     return (
         RULES[kind].format(**plain)
         if kind in RULES

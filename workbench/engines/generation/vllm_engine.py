@@ -273,4 +273,5 @@ def _weight_bytes(model: nn.Module) -> int:
 
     plain = sum(parameter.nbytes for parameter in model.parameters())
     packed = [layer for layer in model.modules() if getattr(getattr(layer, "cpu_linear", None), "__closure__", None)]
-    return plain + sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
+    sources = [get_layerwise_info(layer).restore_metadata[0] for layer in packed]  # a layer around another has none
+    return plain + sum(source["weight"].nbytes for source in sources if "weight" in source)
