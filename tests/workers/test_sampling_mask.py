@@ -172,7 +172,7 @@ def test_a_correction_is_refused_where_tokens_were_banned_and_allowed_with_finit
         ({"logit_bias": {5: -1.0}, "repetition_penalty": 1.1}, ""),
         ({"logit_bias": {5: -math.inf}, "top_k": 20, "keep_mask": True}, ""),
     ):
-        made = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6, seed=3, **given)  # type: ignore[arg-type]
+        made = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6, seed=3, **given)
         made = with_advantages(lab, lab.actor.compute_log_prob(made))
         if value:
             with expect_error(BadInput, value=value, remedy="leave the correction out"):
