@@ -181,7 +181,9 @@ class Stepper(View):
         return {record.stage: record for record in self._calls()}
 
     def _marks(self, graph: Any) -> dict[str, Mark]:
-        records, algorithm = self._records(), self.algorithm
+        algorithm = self.algorithm
+        # of one that has not begun, no stage has run: what cells called in this iteration is not its own
+        records = {} if algorithm is not None and not algorithm.iteration else self._records()
         made = {} if algorithm is None else algorithm.made
         following = "" if algorithm is None else algorithm.next_stage
         marks = {}
