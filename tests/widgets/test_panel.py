@@ -161,8 +161,9 @@ class TestStepper:
         text = panel.views["stepper"].text()
         assert text.splitlines()[0].startswith("what cells called in iteration")
         assert "generate_sequences: done" in text
-        panel.views["stepper"].algorithm = wb.RLOO(lab, prompts=2, samples=2)  # which has not begun
+        panel.views["stepper"].act("choose_algorithm", {"value": "RLOO"})  # which has not begun
         assert "generate_sequences: waiting" in panel.views["stepper"].text()
+        panel.views["stepper"].act("choose_algorithm", {"value": "by hand"})
 
     def test_a_stage_that_failed(self, lab: wb.Workbench) -> None:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=3)
