@@ -450,10 +450,32 @@ def test_calls_one_at_a_time_have_the_main_thread_where_signals_work(calls: User
     for concurrency in (None, 1):
         for function in (alarmed, wrapped, after_a_while, waits, by_math_verify):
             assert run(calls, function, concurrency=concurrency) == [1.0] * 3
-    for function in (alarmed, wrapped):  # no row scores 0 in silence for want of a thread
+
+    def prints(prompt: str, response: str) -> float:
+        """Its handler prints, and raises, while it prints: messages stay whole."""
+
+        def late(*signal_: Any) -> None:
+            print("late")
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            while True:
+                print("x" * 1000)
+        except TimeoutError:
+            return 1.0
+
+    assert run(calls, prints, concurrency=None) == [1.0] * 3
+
+    async def alarmed_later(prompt: str, response: str) -> float:
+        return wrapped(prompt, response)
+
+    for function in (alarmed, wrapped, alarmed_later):  # no row scores 0 in silence for want of a thread
         for kind in (function, wb.limits(own_process=False)(functools.partial(function))):
             with expect_error(RewardError, value="sets a handler of signals.*main thread.*concurrency=1"):
                 run(calls, kind, concurrency=2)
+    assert signal.signal.__name__ == "signal"  # of this process
 
 
 def test_a_function_sees_the_variables_folder_and_path_of_now(
@@ -480,6 +502,21 @@ def test_a_function_sees_the_variables_folder_and_path_of_now(
     assert run(calls, seen) == [117.0] * 3  # in a new process
     monkeypatch.delenv("KEY")
     assert run(calls, seen) == [109.0] * 3
+    assert [run(calls, counts, n=1)[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "module_of_later.py").write_text("VALUE = 4.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "later"))
+
+    def imports(prompt: str, response: str) -> float:
+        return float(importlib.import_module("module_of_later").VALUE)
+
+    assert run(calls, imports) == [4.0] * 3
+
+
+def counts(prompt: str, response: str) -> float:
+    """Counts in a variable of its process, which stages between do not take away."""
+    os.environ["COUNTED"] = str(int(os.environ.get("COUNTED", 0)) + 1)
+    return float(os.environ["COUNTED"])
 
 
 def test_each_call_in_the_host_has_the_row_as_it_is(calls: UserCalls) -> None:

@@ -50,7 +50,7 @@ def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
         if whole:
             stack.enter_context(uninterrupted())
         if whole or not lab.runner.scheduler.overlaps:  # a function may wait, while other stages end
-            stack.enter_context(lab.runner.ownership.together())
+            stack.enter_context(lab.runner.ownership.together(has_position=whole))
         yield
 
 

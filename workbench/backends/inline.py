@@ -73,6 +73,7 @@ class _Kernel:
                 os.environ[name] = value
         torch.set_num_threads(self._threads)
         warnings.filters[:] = [one for one in warnings.filters if one not in self._filters]  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 (caches of what was warned of)
         self._filters.clear()
 
 

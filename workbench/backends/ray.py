@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
@@ -23,7 +24,7 @@ from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
 from workbench.support.files import open_to_append, private_folder
 from workbench.support.machine import Process, end
-from workbench.support.surroundings import Surroundings
+from workbench.support.surroundings import Surroundings, take_over
 
 GRANT_S = 5.0  # so long may a cluster take to give devices that are free, or are being freed
 ATTACH_TIMEOUT_S = 60  # of a busy machine: an actor that is gone answers at once
@@ -34,6 +35,10 @@ POLL_S = 0.2
 # What a kernel that does not drive a workbench may ask its hosts.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
+# variables that are a host's own, wherever the notebook runs
+OF_HOSTS = (
+    "CUDA_VISIBLE_DEVICES", "RAY_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GLOO_", "NCCL_"
+)  # fmt: skip
 CPU_SHARE = 0.001
 GROUPS = "/devices/"  # in the names of placement groups of workbenches
 NODE_LABEL = "ray.io/node-id"
@@ -136,7 +141,6 @@ def _actor_class(ray: Any) -> Any:
 
         def __init__(self, info: HostInfo, asked_s: float) -> None:
             from workbench.backends.ray import send_output_to
-            from workbench.support.surroundings import Surroundings
             from workbench.workers.host import Host
 
             if info.log_path:
@@ -144,12 +148,14 @@ def _actor_class(ray: Any) -> Any:
             self._host = Host(info, _Peers(info.lab))
             self._host.note_start(asked_s)
             self._driver = ""
-            self._own: Surroundings = Surroundings.here()
-            self._changes: Mapping[str, Any] = {}
 
         @ray.method(concurrency_group="control")
         def process(self) -> Process:
             return Process.current()
+
+        @ray.method(concurrency_group="control")
+        def variables(self) -> set[str]:
+            return set(os.environ)
 
         @ray.method(concurrency_group="control")
         def drive(self, driver: str) -> None:
@@ -161,9 +167,9 @@ def _actor_class(ray: Any) -> Any:
                 return getattr(self._host, method)(*args, **kwargs)
 
         def execute(self, driver: str, call: Call, changes: Mapping[str, Any]) -> Any:
-            if changes != self._changes:
-                self._own.take_changes(changes, self._changes)
-                self._changes = changes
+            self._check(driver, "execute")
+            if changes:
+                take_over(changes)
             return self.compute(driver, "execute", call)
 
         @ray.method(concurrency_group="data")
@@ -246,7 +252,8 @@ class RayBackend(Backend):
         self._head = joined_head()
         self._actors: dict[str, Any] = {}
         self._looked_s = time.monotonic()
-        self._before = Surroundings.here()  # of the notebook, whose later changes go with each stage
+        # the notebook's surroundings, and those of them that hosts know of: later changes go with the next stage
+        self._before, self._known = Surroundings.here(), dict[str, Surroundings]()
         self.processes: dict[str, Process] = {}
 
     def rejoin(self, note: Callable[[str], None]) -> bool:
@@ -397,6 +404,9 @@ class RayBackend(Backend):
             try:
                 actor = self._ray.get_actor(_actor_name(self._lab, info.name), namespace=NAMESPACE)
                 self.processes[info.name] = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
+                known = self._ray.get(actor.variables.remote(), timeout=ATTACH_TIMEOUT_S)
+                variables = {name: value for name, value in self._before.variables.items() if name in known}
+                self._known[info.name] = replace(self._before, variables=variables)
                 self._actors[info.name] = actor
             except (ValueError, self._ray.exceptions.RayError) as error:
                 lost.add(info.name)
@@ -433,9 +443,13 @@ class RayBackend(Backend):
             pending.result()
 
     def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        here = self.processes[host].machine == socket.gethostname()
-        changes = Surroundings.here().since(self._before) if here else {}
-        return self._send(host, self._actor(host).execute, call, changes)
+        actor, changes = self._actor(host), dict[str, Any]()
+        if self.processes[host].machine == socket.gethostname():
+            now = Surroundings.here()
+            changes, self._known[host] = now.since(self._known.get(host, self._before)), now
+            variables = changes.get("variables", {})
+            changes |= {"variables": {name: variables[name] for name in variables if not name.startswith(OF_HOSTS)}}
+        return self._send(host, actor.execute, call, changes)
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._send(host, self._actor(host).control, method, *args, **kwargs)

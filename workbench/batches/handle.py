@@ -136,7 +136,10 @@ class BatchHandle:
         runs = {column for column in columns.values() if not isinstance(column, Column)}
         for run in sorted(runs, key=lambda run: run.number):
             if run.state == "done" and counts(run):
-                there, meta = {**there, **run.made}, {**meta, **run.meta}
+                made = {
+                    n: c for n, c in run.made.items() if columns.get(n) is run or n not in run.writes
+                }  # not dropped
+                there, meta = {**there, **made}, {**meta, **run.meta}
         return there, dict(meta)
 
     def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:

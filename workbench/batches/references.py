@@ -40,11 +40,12 @@ class Settled(Protocol):
 
 
 class Maker(Protocol):
-    """A run that makes columns of a batch. made, meta: those, and what travels along, once it is done. dependents: the
-    batches that wait for it."""
+    """A run that makes columns of a batch. writes: their names. made, meta: those, and what travels along, once it is
+    done. dependents: the batches that wait for it."""
 
     number: int
     name: str
+    writes: tuple[str, ...]
     made: Mapping[str, Column]
     meta: Mapping[str, Any]
     dependents: list[weakref.ref[Settled]]

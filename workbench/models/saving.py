@@ -19,7 +19,7 @@ CARD = "README.md"  # where the hub looks for it
 # files of a model folder that training does not change: those of the tokenizer, and how the model likes to be sampled
 UNCHANGED = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "generation_config.json",
+    "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
 
 
@@ -42,9 +42,10 @@ def write_model(
 
     origin = resolve(name)
     with quiet_transformers(), new_folder(folder, needed=sum(w.nbytes for w in weights.values())) as part:
-        for path in {path for pattern in UNCHANGED for path in origin.glob(pattern)}:
-            if path.is_file() and not (scalar_head and path.name == "generation_config.json"):
-                shutil.copyfile(path, part / path.name)
+        for path in {path for pattern in UNCHANGED for path in origin.glob(pattern) if path.is_file()}:
+            if not (scalar_head and path.name == "generation_config.json"):
+                (part / path.relative_to(origin)).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, part / path.relative_to(origin))
         config = json.loads((origin / "config.json").read_text())
         config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         for left_out in ("torch_dtype", "quantization_config"):  # the dtype's older name; the weights are whole

@@ -145,7 +145,8 @@ class Ownership:
         self.closed, self.drives = False, True
         self.journal: Journal | None = None
         self._name, self._id = description.name, description.id
-        self._gathering: int | None = None  # the thread that is inside `together`
+        self._gathering: list[int] = []  # the threads that are inside `together`
+        self.has_position = False  # whether the result of a stage that is called now goes into an algorithm's position
         self._over: list[int] = []  # still to be appended
         self._lock = threading.Lock()
         self._owner_stamp: int | None = None  # of the registry's owner file, when it was last read
@@ -169,7 +170,7 @@ class Ownership:
             return
         with self._lock:
             self._over.extend(over)
-            if self.gathers and sent is None and (over or self._gathering == threading.get_ident()):
+            if self.gathers and sent is None and (over or threading.get_ident() in self._gathering):
                 return
             gathered: list[int] = []
             if not self.gathers:
@@ -186,17 +187,22 @@ class Ownership:
     @property
     def gathers(self) -> bool:
         """Whether some thread is inside `together`."""
-        return self._gathering is not None
+        return bool(self._gathering)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, has_position: bool = True) -> Iterator[None]:
         """Inside, changes are appended at the end, as one entry, and so is that stages are over: a kernel that ends in
-        between leaves none of them. That a stage is sent is appended at once, and so are changes by other threads."""
-        before, self._gathering = self._gathering, self._gathering or threading.get_ident()
+        between leaves none of them. That a stage is sent is appended at once, and so are changes by other threads.
+        has_position: the entry has the results of the stages that are called inside; those of several that a function
+        calls it does not have."""
+        thread, before = threading.get_ident(), self.has_position
+        self._gathering.append(thread)
+        self.has_position = has_position
         try:
             yield
         finally:
-            self._gathering = before
+            self.has_position = before
+            self._gathering.remove(thread)
             self.record()
 
     def check_open(self) -> None:

@@ -122,7 +122,7 @@ class StageRun(Run):
         """Give it its number, and the batch that it will make. inputs: the runs that come before it, beside those that
         make columns which it reads."""
         self.number, self.submitted_s = self.runner.counters.next_run(), time.time()
-        self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.gathers
+        self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.has_position
         self.reported_as = self.runner.stage_name or self.operation.name
         self._last_metrics = self.runner.counters.last_metrics  # of the iteration in which it was called
         batch, makers = self.input, []

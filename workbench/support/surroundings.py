@@ -23,7 +23,7 @@ class Surroundings:
         """This process's own. variables: that differ."""
         try:
             folder = os.getcwd()
-        except FileNotFoundError:
+        except OSError:
             folder = None
         # Python leaves out other entries of sys.path, such as Paths
         return cls({**os.environ, **variables}, folder, tuple(entry for entry in sys.path if isinstance(entry, str)))
@@ -41,30 +41,16 @@ class Surroundings:
         }
         return {name: change for name, change in changes.items() if change}
 
-    def take_changes(self, changes: Mapping[str, Any], last: Mapping[str, Any]) -> None:
-        """Make what has changed in another process this process's own, whose surroundings were these before. last: the
-        changes that it took before, of which those that are no longer there go."""
-        variables = changes.get("variables", {})
-        for name in {**last.get("variables", {}), **variables}:
-            value = variables.get(name) if name in variables else self.variables.get(name)
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        _go_to(changes.get("folder", self.folder))
-        gone = changes.get("removed", ())
-        sys.path[:] = [*changes.get("added", ()), *(entry for entry in self.path if entry not in gone)]
 
-    def take(self) -> None:
-        """Make them this process's own."""
-        for name in os.environ.keys() - self.variables.keys():
-            del os.environ[name]
-        os.environ.update(self.variables)
-        _go_to(self.folder)
-        sys.path[:] = self.path
-
-
-def _go_to(folder: str | None) -> None:
-    if folder is not None:
+def take_over(changes: Mapping[str, Any]) -> None:
+    """Make what has changed in another process, see `Surroundings.since`, this process's own."""
+    for name, value in changes.get("variables", {}).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if "folder" in changes:
         with contextlib.suppress(OSError):
-            os.chdir(folder)
+            os.chdir(changes["folder"])
+    gone = changes.get("removed", ())
+    sys.path[:] = [*changes.get("added", ()), *(entry for entry in sys.path if entry not in gone)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -47,6 +48,19 @@ from workbench.workers.stopping import StageStopped, Stopping, StopPoint
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
 from workbench.workers.weight_intake import probe
 from workbench.workers.worker import Context, Worker
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _alone(method: Method) -> Method:
+    """A method of a host that changes tensors of roles: no other thread looks at them meanwhile."""
+
+    @functools.wraps(method)
+    def alone(self: Host, *args: Any, **kwargs: Any) -> Any:
+        with self._while_computing():
+            return method(self, *args, **kwargs)
+
+    return cast("Method", alone)
 
 
 class Host(Shards):
@@ -144,7 +158,7 @@ class Host(Shards):
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         self._stopping.begin(call.run, call.resume_from, updates=call.updates)
         try:
-            with self._alone(), self._labels(call.stage, call.run, call.role):
+            with self._while_computing(), self._labels(call.stage, call.run, call.role):
                 recorder.add("queue", call.submitted_s, time.time())
                 output = self._carry_out(call)
                 metrics = as_metrics(output.metrics)
@@ -212,7 +226,7 @@ class Host(Shards):
         """Run one rank's part of a stage again, and keep nothing of it; what it raises is raised."""
         listener, self.on_progress = self.on_progress, None
         try:
-            with self._alone(), self._labels(call.stage, call.run, call.role):
+            with self._while_computing(), self._labels(call.stage, call.run, call.role):
                 output = self._carry_out(call)
                 as_metrics(output.metrics)
                 self._keep(output.columns, replace(call, keep=False))
@@ -251,6 +265,7 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
+    @_alone
     def take_role(self, move: RoleMove, rank: int, state: RankState, run: int, *, beside: bool) -> Received:
         """Take the state of a role that was built here for it; beside: among those that wait for `replace_roles`."""
         built = self._incoming if beside else self.workers
@@ -287,6 +302,7 @@ class Host(Shards):
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
+    @_alone
     def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
         """Take a role's state from files; see `role_files.read_role`."""
         self._device.turn_to(files.role)
@@ -300,6 +316,7 @@ class Host(Shards):
         self.info = replace(self.info, threads=threads)
         torch.set_num_threads(threads)
 
+    @_alone
     def replace_roles(self, closed: Collection[str], opened: Collection[str], engines: Mapping[str, Model]) -> None:
         """Close roles, change whether others generate (engines: their new models), and put those that were built beside
         in their places. All ranks of the pool call it."""
@@ -324,6 +341,7 @@ class Host(Shards):
         gc.collect()
         self.disinherit(hosts)
 
+    @_alone
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
         self._snapshots[key] = {}
         for role in roles:
@@ -332,6 +350,7 @@ class Host(Shards):
         tensors = torch.utils._pytree.tree_leaves(self._snapshots[key])
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
+    @_alone
     def restore(self, key: str) -> None:
         for role, state in self._snapshots[key].items():
             self._device.turn_to(role)
@@ -414,7 +433,7 @@ class Host(Shards):
         }
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _while_computing(self) -> Iterator[None]:
         """Inside, this thread computes, and no other looks at the tensors of roles."""
         with self._computing:
             if self._held.keys() != self.workers.keys():

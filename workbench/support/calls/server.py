@@ -1,8 +1,8 @@
 """The process of a user's functions: `serve`. Its host's side is `workbench.support.calls.process`.
 
     host -> process                                            process -> host
-    load key, function           forget key                    ready, or unloadable `Error`
-    begin key, surroundings      end                           begun i                done i, value
+    load key, function, around   forget key                    ready, or unloadable `Error`
+    begin key, around            end                           begun i                done i, value
     add [(i, invoke, finish, arguments)], concurrency          wrong i, what          raised i, `Error`
     ping                         stop                          pong                   stopped, print stream, text
 
@@ -31,13 +31,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
 from workbench.support.calls.needs import check_needs
-from workbench.support.surroundings import Surroundings
+from workbench.support.surroundings import Surroundings, take_over
 
 HEAD = struct.Struct("<Q")  # of a message: its length
 PR_SET_CHILD_SUBREAPER = 36
@@ -68,26 +69,27 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join(timeout=1)
 
 
-class _Signals(threading.local):
-    """Whether a call in this thread has asked for a handler of signals, which Python gives the main thread alone."""
-
-    asked = False
+# of the call under way: becomes true where it asks for an alarm's handler outside the main thread
+_wants_alarm: ContextVar[list[bool] | None] = ContextVar("wants_alarm", default=None)
 
 
-_signals = _Signals()
-
-
-def _note_handlers() -> None:
-    """Have `_signals` know, also where the function catches the error: it would score without what it was to limit."""
+@contextlib.contextmanager
+def noting_alarms() -> Iterator[None]:
+    """Inside, a call is known to have asked for a handler that Python gives the main thread alone, also where the call
+    catches the error: it would score without the limit of time that it wanted."""
     set_handler = signal.signal
-    if set_handler.__name__ == "noted":
-        return
 
     def noted(signalnum: Any, handler: Any) -> Any:
-        _signals.asked |= threading.current_thread() is not threading.main_thread()
+        wants = _wants_alarm.get()
+        if wants is not None and signalnum == signal.SIGALRM:
+            wants[:] = [threading.current_thread() is not threading.main_thread()]
         return set_handler(signalnum, handler)
 
     signal.signal = noted
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
 
 
 NO_HANDLER = (
@@ -110,7 +112,6 @@ class Calls:
         self, function: Any, tell: Callable[..., None], loop: asyncio.AbstractEventLoop,
         in_main: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:  # fmt: skip
-        _note_handlers()
         self._function, self._tell, self._loop, self._in_main = function, tell, loop, in_main
         self._state: dict[Any, Any] = {}
         self._work: deque[Work] = deque()
@@ -179,7 +180,6 @@ class Calls:
         """Make one call, in the main thread, which then has its messages carried out."""
         if (work := self._take()) is not None:
             self._call(work)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the call's own, which it has not put off
             self._begin_next()
 
     def _serve(self, work: Work | None) -> None:
@@ -192,13 +192,15 @@ class Calls:
 
     def _call(self, work: Work) -> None:
         _, invoke, _, arguments = work
-        _signals.asked = False
+        _wants_alarm.set([])
         try:
-            value = invoke(self._function, self._state, *arguments)
-            if _signals.asked:
-                raise WrongValue(NO_HANDLER)
+            try:
+                value = invoke(self._function, self._state, *arguments)
+            finally:
+                if self._in_main is not None and threading.current_thread() is threading.main_thread():
+                    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the call, which it has not put off
         except BaseException as error:
-            self._end(work, error=WrongValue(NO_HANDLER) if _signals.asked else error)
+            self._end(work, error=error)
         else:
             if inspect.iscoroutine(value):
                 self._coroutines.add(invoke)
@@ -219,6 +221,8 @@ class Calls:
 
     def _end(self, work: Work, value: Any = None, error: BaseException | None = None) -> None:
         i, _, finish, arguments = work
+        if _wants_alarm.get() == [True]:
+            error = WrongValue(NO_HANDLER)
         if error is None:
             try:
                 value = finish(value, *arguments)
@@ -261,7 +265,8 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
+        self._given = Surroundings.here()  # by the host
+        self._to_send: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
         self._unloadable: dict[str, Error] = {}
@@ -272,6 +277,7 @@ class Server:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True, name="messages of the host").start()
+        threading.Thread(target=self._write, daemon=True, name="messages to the host").start()
         while (received := self._received.get()) is not None:
             if callable(received):
                 received()
@@ -281,19 +287,25 @@ class Server:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _load(self, key: str, payload: bytes) -> None:
+    def _load(self, key: str, payload: bytes, surroundings: Surroundings) -> None:
+        self._go_to(surroundings)
         try:
             self._functions[key] = function = pickle.loads(payload)
             check_needs(function)  # imports what it needs, which is no part of its first calls' time
         except BaseException as error:
             self._unloadable[key] = _sent(error)
 
+    def _go_to(self, surroundings: Surroundings) -> None:
+        """Take over what has changed in the host; what functions have set themselves stays."""
+        take_over(surroundings.since(self._given))
+        self._given = surroundings
+
     def _forget(self, key: str) -> None:
         self._functions.pop(key, None)
         self._unloadable.pop(key, None)
 
     def _begin(self, key: str, surroundings: Surroundings) -> None:
-        surroundings.take()
+        self._go_to(surroundings)
         self._loop = self._session.enter_context(event_loop())
         self._calls = Calls(self._functions.get(key), self.tell, self._loop, self._received.put)
         if key in self._unloadable:
@@ -332,8 +344,16 @@ class Server:
                 self._received.put(file.read(HEAD.unpack(head)[0]))
         self._received.put(None)
 
+    def _write(self) -> None:
+        while True:
+            packed, sent = self._to_send.get()
+            with contextlib.suppress(OSError):  # the host is gone, and this process ends with it
+                self._connection.sendall(HEAD.pack(len(packed)) + packed)
+            sent.set()
+
     def tell(self, name: str, *rest: Any) -> None:
-        """Send a message to the host."""
+        """Send a message to the host, and wait until it is sent: the call may end this process. A thread sends it, so
+        that a handler of signals in the main thread neither cuts a message nor waits for itself."""
         try:
             if name == "raised":
                 i, error = rest
@@ -342,11 +362,13 @@ class Server:
                 rest = rest[0], plain_text(rest[1])
             packed = pickle.dumps((name, *rest))
         except BaseException as error:
+            if name == "print":
+                raise
             packed = pickle.dumps(("raised", rest[0], _sent(error)))
         if self._connection.fileno() < 0:  # a child that the function forked returned from the call
             os._exit(0)
-        with self._sending:
-            self._connection.sendall(HEAD.pack(len(packed)) + packed)
+        self._to_send.put((packed, sent := threading.Event()))
+        sent.wait()
 
     def _leave(self) -> None:
         """In a child that the function has forked: what it prints goes where this process's output goes."""
@@ -386,4 +408,5 @@ def serve(connection: int, lifeline: int, most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     server = Server(socket.socket(fileno=connection))
     sys.stdout, sys.stderr = (Output(name, server.tell) for name in ("stdout", "stderr"))
-    server.run()
+    with noting_alarms():
+        server.run()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from workbench.errors import BadInput
@@ -13,7 +14,7 @@ from workbench.support.calls.in_host import InHost
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.process import CallProcess
-from workbench.support.calls.server import event_loop
+from workbench.support.calls.server import event_loop, noting_alarms
 from workbench.support.calls.session import Session
 from workbench.support.surroundings import Surroundings
 
@@ -71,7 +72,7 @@ class UserCalls:
         for one that cannot be sent to a process."""
         name, limits = name_of(function), limits_of(function)
         if _in_place or not limits.own_process:
-            with event_loop() as loop:
+            with event_loop() as loop, nullcontext() if _in_place else noting_alarms():
                 yield Session(InHost(function, loop, threads=asks_host or not _in_place, raises=_in_place), name)
             return
         process, key = self._with(function)
@@ -79,7 +80,7 @@ class UserCalls:
             process, name, f"its process may take {limits.most_bytes:,} bytes (wb.limits(memory_bytes=...))"
         )
         try:
-            process.send("begin", key, Surroundings.here(OMP_NUM_THREADS=str(_threads())))
+            process.send("begin", key, _around())
             yield session
         except KeyboardInterrupt:  # half a message may be on its way, in either direction
             self._end()
@@ -113,9 +114,13 @@ class UserCalls:
             if len(self._loaded) == MOST_FUNCTIONS:
                 self._process.send("forget", oldest := next(iter(self._loaded)))
                 del self._loaded[oldest]
-            self._process.send("load", key, payload)
+            self._process.send("load", key, payload, _around())
             self._loaded[key] = None
         return self._process, key
+
+
+def _around() -> Surroundings:
+    return Surroundings.here(OMP_NUM_THREADS=str(_threads()))
 
 
 def _threads() -> int:
