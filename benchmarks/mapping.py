@@ -30,7 +30,7 @@ from workbench.mapping.hardware import PRESETS
 from workbench.mapping.plan import Plan
 from workbench.mapping.workload import STAGES, role_models
 from workbench.placement import Layout
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 GPUS = (8, 16, 32, 64, 128)
 THROUGHPUT = {  # tokens a second

@@ -27,7 +27,7 @@ from workbench.models.lora import LoRA, add_lora
 from workbench.placement import Layout
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator, parallel_groups
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.settings.engines import LIVE, Training
+from workbench.settings.training import LIVE, Training
 from workbench.stages.live_settings import changed_by
 from workbench_widgets.view import button
 

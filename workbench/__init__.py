@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from workbench.settings.context import Context as Context
     from workbench.settings.engines import Generation as Generation
     from workbench.settings.engines import Sampling as Sampling
-    from workbench.settings.engines import Training as Training
     from workbench.settings.precision import Precision as Precision
+    from workbench.settings.training import Training as Training
     from workbench.support.calls.limits import limits as limits
 
 # Threads that wait for each other take no core meanwhile: beside a browser, which takes one too, an inline workbench on

@@ -14,7 +14,7 @@ from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
 from workbench.errors import BadInput
 from workbench.placement import Layout
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 TWO, FOUR = Layout(1, 2, 1), Layout(1, 2, 2)
 # one that generates in tensor groups of two: there the ranks of its training group are not in the pool's order

@@ -24,7 +24,8 @@ from workbench.errors import BadInput
 from workbench.models import load_causal_lm, load_tokenizer, resolve
 from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
-from workbench.settings.engines import Generation, Sampling, Training
+from workbench.settings.engines import Generation, Sampling
+from workbench.settings.training import Training
 from workbench.telemetry import Recorder
 
 if importlib.util.find_spec("vllm") is None:

@@ -18,8 +18,8 @@ from workbench.errors import BadInput
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
-from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
+from workbench.settings.training import Training
 
 RATES = {"embed": 0.1, r"layers\.1\.": 10.0, "norm|v_proj": 0.0}
 GIVEN: dict[str, Any] = {

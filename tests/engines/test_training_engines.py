@@ -32,7 +32,7 @@ from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 DTYPES = (torch.float32, torch.bfloat16)
 # ZeRO-3 takes seconds where the others take tenths

@@ -12,7 +12,7 @@ import pytest
 from tests.expected import expect_error
 from workbench.engines.training.steps import learning_rate
 from workbench.errors import BadInput
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from workbench.errors import SyncError
 from workbench.models import load_causal_lm, load_config, resolve
 from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
-from workbench.settings.engines import Generation, Sampling, Training
+from workbench.settings.engines import Generation, Sampling
+from workbench.settings.training import Training
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)

@@ -22,7 +22,7 @@ from workbench.engines.training import Pass, TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs, TokenValues
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")

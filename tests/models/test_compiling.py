@@ -14,7 +14,7 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs
 from workbench.models.packing import compile_layers
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 PACKS: list[dict[str, Any]] = [
     {"lengths": (30, 20, 9)},

@@ -17,7 +17,8 @@ from workbench.placement import Layout, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 
 FOUR = ("actor", "critic", "reference", "reward")
 # of the model with one table of embeddings: elements that tensor ranks share out, and those that each has whole

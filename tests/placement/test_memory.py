@@ -26,7 +26,8 @@ from workbench.placement import Layout, Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 
 F32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS: dict[int, list[tuple[Any, ...]]] = {

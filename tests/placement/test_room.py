@@ -25,7 +25,8 @@ from workbench.placement.estimate import (
 )
 from workbench.placement.memory import rank_memory, row_bytes, useful_cache_bytes
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 
 GIB = 2**30
 ROLES = ("actor", "critic", "reference", "reward")

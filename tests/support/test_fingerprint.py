@@ -103,7 +103,7 @@ import functools
 import os
 from workbench.support.fingerprint import fingerprint
 from workbench.models.spec import Model
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.workers.roles.reward import RewardWorker
 from tests.support.test_fingerprint import Scorer, worker
 

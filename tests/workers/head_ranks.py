@@ -12,7 +12,8 @@ from workbench.messages.metrics import as_metrics, reported
 from workbench.models import heads, tensor_parallel
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.settings.engines import DType, Generation, HeadDType, Training
+from workbench.settings.engines import DType, Generation
+from workbench.settings.training import HeadDType, Training
 from workbench.workers.roles.actor import ActorWorker
 
 

@@ -17,7 +17,8 @@ from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.roles import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker
 
 TINY = "tiny-llama-tied"

@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.workers.update_ranks import LONGEST, ROWS, context_here, ppo_by_hand, shard_of
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.roles import ActorWorker
 
 VOCABULARY = 264

@@ -14,7 +14,8 @@ from workbench.messages.metrics import as_metrics, reported
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.sampling_mask import MASK_COLUMNS, mask_columns
 

@@ -14,7 +14,8 @@ from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.roles import ActorWorker, ReferenceWorker, TeacherWorker
 
 STUDENT, TEACHER = "tiny-llama-tied", "tiny-llama"

@@ -20,7 +20,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.role_model import RoleModel
 from workbench.placement.state import state_of
-from workbench.settings.engines import Optimizer
+from workbench.settings.training import Optimizer
 from workbench.telemetry import Recorder
 from workbench.workers.model_worker import ModelWorker, digest
 from workbench.workers.role_state import RoleMove, publish_state, take_state

@@ -21,7 +21,8 @@ from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics, as_metrics, merge_metrics, reported
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.support.intervals import clustered_half_width
 from workbench.workers.advantages import GROUPED
 from workbench.workers.roles.numeric import NumericWorker

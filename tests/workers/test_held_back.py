@@ -17,7 +17,8 @@ from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.objectives.covariance import CovarianceLoss
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.policy_tokens import held_back_tokens
 from workbench.workers.roles import ActorWorker
 

@@ -12,7 +12,8 @@ from workbench.errors import WorkbenchError
 from workbench.models import resolve
 from workbench.models.lora import LoRA
 from workbench.models.spec import Model
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.workers.roles.actor import ActorWorker
 
 

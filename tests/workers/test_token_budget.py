@@ -15,7 +15,7 @@ from tests.workers.update_ranks import context_here
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement.estimate import MOST_TOKENS, Room
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.workers.passes import TokenBudget
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.reference import ReferenceWorker

@@ -16,7 +16,8 @@ from workbench.messages.calls import HostInfo
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
+from workbench.settings.training import Training
 from workbench.telemetry import Recorder
 from workbench.workers.communicator import Communicator
 from workbench.workers.roles import actor, hybrid

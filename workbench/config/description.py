@@ -18,7 +18,8 @@ from workbench.models.spec import Model
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.estimate import Room, device_numbers, rooms
 from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
-from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.settings.engines import Generation, ShareMemory
+from workbench.settings.training import Training
 from workbench.support.fingerprint import fingerprint
 from workbench.support.machine import computing_threads, cores
 from workbench.workers.roles import ROLE_WORKERS

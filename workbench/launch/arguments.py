@@ -19,7 +19,8 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.launch.options import Option
 from workbench.placement import Placement
-from workbench.settings.engines import SHARE_MEMORY, DType, Generation, ShareMemory, Training
+from workbench.settings.engines import SHARE_MEMORY, DType, Generation, ShareMemory
+from workbench.settings.training import Training
 from workbench.support.files import path_of
 from workbench.support.named_fields import check_names
 from workbench.support.validation import (

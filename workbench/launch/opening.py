@@ -33,7 +33,8 @@ from workbench.session.checkpoint.restoring import Restoring, arguments_of, chec
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.run_record import write_run_record
 from workbench.session.taking_over import take_over as take_over_session
-from workbench.settings.engines import Generation, ShareMemory, Training
+from workbench.settings.engines import Generation, ShareMemory
+from workbench.settings.training import Training
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import check_room, private_folder, real_path
 from workbench.support.gpus import read_gpus

@@ -12,8 +12,8 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.settings.engines import Training
 from workbench.settings.roles import TRAINED_ROLES
+from workbench.settings.training import Training
 from workbench.support.validation import check_fields, one_of, whole
 
 if TYPE_CHECKING:

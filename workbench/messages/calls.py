@@ -11,7 +11,8 @@ import numpy as np
 from workbench.batches.location import Pull, pack
 from workbench.messages.replies import UpdatePart
 from workbench.placement import host_name
-from workbench.settings.engines import ShareMemory, Training
+from workbench.settings.engines import ShareMemory
+from workbench.settings.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)

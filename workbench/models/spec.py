@@ -10,8 +10,9 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models.lora import LoRA
-from workbench.settings.engines import DType, Generation, Sampling, Training
+from workbench.settings.engines import DType, Generation, Sampling
 from workbench.settings.roles import TRAINED_ROLES
+from workbench.settings.training import Training
 from workbench.support.validation import NonNegativeInt, settings
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
-from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
+from workbench.settings.training import Training
 
 GIB, FP32 = 2**30, 4
 # DeepSpeed flattens the weights of a parameter group, and pads the run to a multiple of this for each rank.

@@ -9,9 +9,10 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
-from workbench.settings.engines import Generation, Training
+from workbench.settings.engines import Generation
 from workbench.settings.layout import Layout
 from workbench.settings.roles import ROLLOUT
+from workbench.settings.training import Training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,8 @@ from workbench.resharding import boxes
 from workbench.resharding.distribution import Distribution, WeightShard
 from workbench.resharding.plan import Reshard
 from workbench.resharding.weights import ModelWeights, Weight
-from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
+from workbench.settings.training import Training
 
 MOMENTS = 2
 OF_OPTIMIZERS = ("moments", "momentum", "codes", "scales")

@@ -12,13 +12,7 @@ from pydantic import AfterValidator, Field
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.settings.context import GivenContext
-from workbench.settings.training import LIVE as LIVE
-from workbench.settings.training import RATES as RATES
-from workbench.settings.training import TRAINING_ENGINES as TRAINING_ENGINES
-from workbench.settings.training import HeadDType as HeadDType
-from workbench.settings.training import Optimizer as Optimizer
-from workbench.settings.training import Training as Training
-from workbench.settings.training import TrainingEngine as TrainingEngine
+from workbench.settings.training import HeadDType
 from workbench.support.validation import (
     SEQUENCE,
     NonNegativeFloat,

@@ -17,7 +17,7 @@ from workbench.errors.plain_text import shown
 from workbench.messages.operation import Operation, checked_arguments, operations
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
-from workbench.settings.engines import LIVE, Training
+from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
@@ -291,7 +291,7 @@ class WorkerGroup:
 class LiveTraining:
     """Reads and changes the `Training` of a role. Every value is checked at once; a wrong one changes nothing.
 
-    The fields in `workbench.settings.engines.LIVE` can be assigned. They go to the ranks with each update, so that all
+    The fields in `workbench.settings.training.LIVE` can be assigned. They go to the ranks with each update, so that all
     ranks, and processes that are started later, have the same. An update that is under way keeps what it was called
     with.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
-from workbench.settings.engines import LIVE, Training
+from workbench.settings.training import LIVE, Training
 from workbench.support.named_fields import meant
 from workbench.support.notebook_cell import running_cell
 

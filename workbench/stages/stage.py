@@ -35,7 +35,7 @@ from workbench.messages.metric_values import MetricValues
 from workbench.messages.metrics import Metrics, merge_metrics, reported
 from workbench.messages.replies import Reply, agreed_columns
 from workbench.placement import ROLLOUT
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.stages import interrupted
 from workbench.stages.ranks import input_failed, one_error, too_many_failed
 from workbench.stages.run import Run, interruptible, wait_for

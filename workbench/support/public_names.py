@@ -20,7 +20,7 @@ PUBLIC_NAMES = {
     "Precision": "workbench.settings.precision",
     "Sampling": "workbench.settings.engines",
     "Tools": "workbench.data.tools",
-    "Training": "workbench.settings.engines",
+    "Training": "workbench.settings.training",
     "Workbench": "workbench.controller",
     "adapters": "workbench.data",
     "attach": "workbench.launch.opening",

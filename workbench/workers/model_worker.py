@@ -25,7 +25,7 @@ from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
 from workbench.models.packing import compile_layers
 from workbench.models.saving import SHARD_GB, level_outside, write_model
 from workbench.models.spec import Model
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.support.files import new_or_empty, path_of
 from workbench.support.validation import PositiveFloat
 from workbench.workers.gradients import GradientProbe, GradientReport

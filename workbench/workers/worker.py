@@ -16,7 +16,7 @@ from workbench.models.loading import Limits
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.estimate import Room
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder

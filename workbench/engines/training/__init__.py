@@ -8,7 +8,7 @@ from workbench.engines.training.base import TrainingEngine
 from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.steps import Pass, StepReport
 from workbench.models.heads import PackedModule
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 __all__ = ["ParallelGroups", "Pass", "StepReport", "TrainingEngine", "make_training_engine"]
 

@@ -19,7 +19,7 @@ from workbench.engines.training.optimizers import MOMENTS, StateKind
 from workbench.engines.training.steps import LossScale, Pass, StepReport, learning_rate
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.telemetry import span
 
 Part = Literal["parameters", "gradients", "optimizer"]

@@ -34,7 +34,7 @@ from workbench.engines.training.optimizers import (
 from workbench.engines.training.steps import LossScale, Pass, finite_gradients
 from workbench.errors import BadInput, MissingDependency
 from workbench.placement.memory import BUCKET_ELEMENTS
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 from workbench.support.descriptors import quiet_stderr
 from workbench.telemetry import span
 

@@ -12,8 +12,8 @@ from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.model_shard import ShardedEngine, shard_model
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
-from workbench.settings.engines import Training
 from workbench.settings.layout import Layout
+from workbench.settings.training import Training
 
 
 class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):

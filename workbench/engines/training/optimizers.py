@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import MissingDependency
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 StateKind = Literal[
     "weights", "parameters", "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",

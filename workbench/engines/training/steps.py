@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.settings.engines import Training
-from workbench.settings.training import factor_of
+from workbench.settings.training import Training, factor_of
 
 FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # loss scales
 GROWTH_STEPS = 2000  # as in torch.amp.GradScaler

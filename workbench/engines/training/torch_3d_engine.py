@@ -15,7 +15,7 @@ from workbench.engines.training.steps import Pass
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
-from workbench.settings.engines import Training
+from workbench.settings.training import Training
 
 
 class Torch3DEngine(ShardedEngine, TorchEngine):

@@ -105,7 +105,7 @@ def parse(kind: Kind, body: object, sampling: Sampling) -> Request:
     for name, value in given.items():
         if name in OWN[kind] or name in WITHOUT_EFFECT:
             continue
-        _check_setting(name, value, kind, sampling)
+        _check_setting(name, value, sampling)
     return Request(
         kind=kind,
         messages=_messages(given.get("messages")) if kind == "chat" else (),
@@ -130,7 +130,7 @@ def _usage(options: Any) -> bool:
     return _flag("stream_options.include_usage", options.get("include_usage", False))
 
 
-def _check_setting(name: str, value: Any, kind: Kind, sampling: Sampling) -> None:
+def _check_setting(name: str, value: Any, sampling: Sampling) -> None:
     if name in OF_STAGE:
         mine = getattr(sampling, name)
         if name == "logit_bias":
