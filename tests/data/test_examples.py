@@ -149,6 +149,8 @@ def test_white_space_of_answers_is_what_the_template_leaves() -> None:
         both = [{"prompt": "a", "chosen": code, "rejected": other} for other in (plain, "another")]
         pairs = Examples(both, "pairs", tokenizer=tokenizer)
         assert (len(pairs.training), pairs.equal) == (1 + kept, 1 - kept)
+    with expect_error(BadInput, rule="at least", remedy="answers differ"):
+        examples([{"prompt": "a", "chosen": "b", "rejected": "b"}])
     blank = Examples([{"prompt": "a", "response": "  "}], "demonstrations", tokenizer=load_tokenizer(TINY))
     assert text(blank.training[0].answer_ids[0]) == "  <|eos|>"
 

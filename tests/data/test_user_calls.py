@@ -247,6 +247,27 @@ def test_frames_of_the_function_come_along(calls: UserCalls) -> None:
     assert "in inner" in str(caught.value.__cause__) and "raise LookupError(text)" in str(caught.value.__cause__)
 
 
+@functools.cache
+def big() -> float:
+    return 3.0
+
+
+def test_cached_functions_are_sent_and_keep_their_cache_there(
+    calls: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @functools.lru_cache(maxsize=2)
+    def made(number: int) -> float:
+        return float(os.getpid())
+
+    def again(prompt: str, response: str) -> float:
+        return float(made(1) == made(1) == os.getpid() and made.cache_info().hits > 0) + big()
+
+    monkeypatch.setattr(sys.modules["__main__"], "big", big, raising=False)  # a cell's
+    monkeypatch.setattr(big, "__module__", "__main__")
+    for function in (again, functools.cache(again)):
+        assert run(calls, function) == [4.0] * 3
+
+
 def test_what_cannot_be_sent_is_refused_with_the_remedy(calls: UserCalls) -> None:
     lock = threading.Lock()
 
@@ -471,9 +492,15 @@ def test_calls_one_at_a_time_have_the_main_thread_where_signals_work(calls: User
     async def alarmed_later(prompt: str, response: str) -> float:
         return wrapped(prompt, response)
 
+    run(calls, waits)
+    process = process_of(calls)
+    with pytest.raises(RewardError):
+        run(calls, alarmed_later, concurrency=None)
+    assert process_of(calls) == process  # calls that were cancelled before they began have ended
+
     for function in (alarmed, wrapped, alarmed_later):  # no row scores 0 in silence for want of a thread
         for kind in (function, wb.limits(own_process=False)(functools.partial(function))):
-            with expect_error(RewardError, value="sets a handler of signals.*main thread.*concurrency=1"):
+            with expect_error(RewardError, value="sets a handler for signal.alarm", remedy="async"):
                 run(calls, kind, concurrency=2)
     assert signal.signal.__name__ == "signal"  # of this process
 

@@ -145,9 +145,9 @@ class BatchHandle:
     def part(self, names: Iterable[str]) -> tuple[dict[str, Column], dict[str, Any]]:
         """Columns whose makers are done, and what travels along with them, while others may still be made.
 
-        Of the runs under way only the makers of these columns add to the meta: which of the others are done by now is
-        a matter of placement and of speed. So a stage that reads something of the meta also reads the column it came
-        with.
+        The meta has entries of the runs that make these columns, and of no other run that is still under way: whether
+        another one has ended by now depends on placement and speed. So a stage that reads an entry of the meta also
+        reads the column that came with it.
         """
         asked = tuple(names)
         columns, meta = self._made(lambda run: any(name in run.made for name in asked))

@@ -231,20 +231,18 @@ class Description:
         return replace(self, models=models, changed=changed, opened=self.opened or self.digest)
 
     def retrained_as(self, before: Description) -> Description:
-        """With the training settings that were assigned while another description was in force. Where this one has
-        another default, which its role follows, that is newer and stays."""
-        found = self
+        """With the training settings that were assigned while another description was in force, but for roles that
+        follow a default which has changed since: that is newer."""
+        found, default = self, self.defaults["training"]
         for role in dict(before.changed):
             model, now = before.models.get(role), found.models.get(role)
             names = [field for of, field in before.changed if of == role]
             if model is None or now is None or model.training is None or now.training is None or not now.trained:
                 continue
-            new, old = (one.defaults["training"].of_role(role) for one in (self, before))
-            values = {
-                name: getattr(model.training, name) for name in names
-                if getattr(new, name) == getattr(old, name) or getattr(now.training, name) != getattr(new, name)
-            }  # fmt: skip
-            found = found.retrained(role, replace(now.training, **values), values)
+            if default != before.defaults["training"] and now.training == default.of_role(role):
+                continue
+            values = {name: getattr(model.training, name) for name in names}
+            found = found.retrained(role, replace(now.training, **values), names)
         return found
 
     def role_models(self) -> dict[str, RoleModel | None]:

@@ -96,10 +96,11 @@ class ExampleStream:
             raise BadInput(f"{kind}={shown(stream)}", f"must be {kind}", f"make them with lab.{kind}(source)")
         whole(name, rows)
         if rows > len(stream):
+            fewer = "" if kind == "feedback" and len(stream) == 1 else f", or {name}={len(stream)}"
             raise BadInput(
                 f"{name}={rows} of {stream!r}",
                 f"a batch has each row once, and it has {len(stream)} to train on",
-                f"give more data, or {name}={len(stream)}",
+                f"give more data{fewer}",
             )
 
     def __len__(self) -> int:

@@ -99,10 +99,13 @@ class Examples(EpochRows[Tokenized]):
         self.held_out, self.training = _split(kept, held_out, seed)
         self._need_margins()
         if not self.training:
+            same = self.equal and not (self.dropped or held_out)
             raise BadInput(
                 f"{self.name}: of {len(rows)} rows none is left for training ({self.summary})",
                 "at least one must be",
-                "raise max_tokens, give overlong='cut', or hold out fewer",
+                "give pairs whose answers differ"
+                if same
+                else "give more rows, raise max_tokens, give overlong='cut', or hold out fewer",
             )
         super().__init__(self.training, seed=seed, shuffle=shuffle, called=kind)
 

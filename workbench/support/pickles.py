@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from workbench.support import cached_functions as cached_functions  # pickle knows these from here on
+
 
 class Pickler(cloudpickle.Pickler):
     """Cloudpickle's, whose code objects keep the name of their file."""

@@ -215,8 +215,8 @@ def require_small(
     dtype: str,
     context: Context,
 ) -> Metrics:
-    """The gap on the probe right after a sync to `version` as a metric; `SyncError`, on every rank, where it is more
-    than rounding on one of them, or weights differ. Every rank calls it.
+    """The gap between engine and trainer on the probe, right after a sync to `version`, as a metric. Raises `SyncError`
+    on every rank where the gap of one rank is more than rounding, or weights differ. Every rank calls it.
 
     differ: weights of the engine that are known not to be the trainer's; None: look for them if the gap is large.
     """

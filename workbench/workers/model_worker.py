@@ -112,7 +112,7 @@ class ModelWorker(PassWorker):
                 weights["score.bias"] = (bias.float() - module.shift).to(bias.dtype)
             write_model(folder, weights, name, scalar_head=scalar, card=card, shard_gb=shard_gb)
             if scalar and float(weights["score.bias"]):
-                print(f"{folder}: {level_outside(float(weights['score.bias']))}")
+                print(f"{folder.parent.name}/{folder.name}: {level_outside(float(weights['score.bias']))}")
 
         return self.write_together(path, self.engine.named_weights(), write)
 

@@ -92,9 +92,11 @@ def noting_alarms() -> Iterator[None]:
         signal.signal = set_handler
 
 
-NO_HANDLER = (
-    "sets a handler of signals, for a time limit by signal.alarm say, which Python allows in the main thread alone: "
-    "concurrency=1 calls it there, in a process of its own; or set the limit in another way"
+# what is said of a call, the rule and the remedy
+NO_HANDLER = "sets a handler for signal.alarm outside the main thread"
+HANDLERS = (
+    "Python gives handlers to the main thread alone, in which a plain function is called by default",
+    "leave concurrency=, async and own_process=False out, or limit its time in another way",
 )
 COROUTINES = 8  # under way at once, where no number was given
 
@@ -205,7 +207,7 @@ class Calls:
             if inspect.iscoroutine(value):
                 self._coroutines.add(invoke)
                 running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
-                running.add_done_callback(partial(_close, value))
+                running.add_done_callback(partial(self._closed, work, value))
             else:
                 self._coroutines.discard(invoke)
                 self._end(work, value)
@@ -218,6 +220,11 @@ class Calls:
         else:
             self._end(work, value)
         self._begin_next()
+
+    def _closed(self, work: Work, coroutine: Coroutine[Any, Any, Any], _: object) -> None:
+        """End a call whose coroutine was cancelled before it began; of others this is known already."""
+        coroutine.close()
+        self._end(work, error=asyncio.CancelledError())
 
     def _end(self, work: Work, value: Any = None, error: BaseException | None = None) -> None:
         i, _, finish, arguments = work
@@ -238,11 +245,6 @@ class Calls:
             self._tell("wrong", i, str(error))
         else:
             self._tell("raised", i, error)
-
-
-def _close(coroutine: Coroutine[Any, Any, Any], _: object) -> None:
-    """End one that may never have begun."""
-    coroutine.close()
 
 
 class Output(io.TextIOBase):

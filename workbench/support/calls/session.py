@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.support.calls.in_host import InHost
 from workbench.support.calls.process import CallProcess, ProcessEnded
+from workbench.support.calls.server import HANDLERS, NO_HANDLER
 
 TICK_S = 0.05
 GRACE_S = 2.0  # for calls under way, when others have failed
@@ -98,7 +99,7 @@ class Session:
             done(*rest)
         elif name == "wrong":
             self._drop(rest[:1])
-            failed(*rest)
+            failed(*rest, *(HANDLERS if rest[1] == NO_HANDLER else ()))
         elif name == "raised":
             i, (text, cause, no_memory) = rest
             if no_memory:  # others may have taken it
