@@ -35,11 +35,9 @@ import workbench as wb  # noqa: E402
 from tests.light import describe  # noqa: E402
 from workbench.backends.inline import InlineBackend  # noqa: E402
 from workbench.batches.columns import Ragged  # noqa: E402
-from workbench.batches.location import Location, ShardId  # noqa: E402
-from workbench.batches.references import Column  # noqa: E402
+from workbench.batches.location import Column, Location, ShardId  # noqa: E402
 from workbench.controller import Workbench  # noqa: E402
-from workbench.messages.calls import Call  # noqa: E402
-from workbench.messages.replies import Output  # noqa: E402
+from workbench.messages.calls import Call, Output  # noqa: E402
 from workbench.messages.shards import Shard  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
 from workbench.workers.worker import Worker  # noqa: E402

@@ -24,8 +24,7 @@ from transformers import LlamaConfig
 
 from workbench.errors import BadInput
 from workbench.mapping import Constants, Workload, search
-from workbench.mapping.calibration import Sample, fit
-from workbench.mapping.costs import CostModel, Terms
+from workbench.mapping.costs import CostModel, Sample, Terms, fit
 from workbench.mapping.hardware import PRESETS
 from workbench.mapping.plan import Plan
 from workbench.mapping.workload import STAGES, role_models

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from workbench.models import load_tokenizer, resolve
-from workbench.models.bundled import made_once, save_here
-from workbench.models.quiet import no_chatter
+from workbench.models.resolve import made_once, no_chatter, save_here
 
 QWEN2_1B4 = "qwen2-1.4b"
 """1.39 billion parameters: the layers of Qwen2-1.5B with SmolLM2's vocabulary and tokenizer; bfloat16, random."""

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator
 from workbench.objectives.correction import Correction, correct
-from workbench.objectives.distillation import divergence
 from workbench.objectives.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
 from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo
-from workbench.objectives.kl import KLKind, adaptive_kl_step, kl_estimate, kl_loss
+from workbench.objectives.kl import KLKind, adaptive_kl_step, divergence, kl_estimate, kl_loss
 from workbench.objectives.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
 from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss, pairwise_loss
 

@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from workbench.batches.columns import Ragged, Table
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import MetricValues
 
 TINY = "tiny-llama-tied"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from workbench.support.home import home
+from workbench.support.files import home
 
 # one thread for torch, as `make test` has it: sums in two are added in another order
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,7 +15,7 @@ import pytest
 CRITIC = """
     import torch
     import workbench as wb
-    from workbench.messages.replies import Output
+    from workbench.messages.calls import Output
     from workbench.workers.roles.critic import CriticWorker
     from {prefix}_maths import bound, SCALE
 

@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
-from workbench.models.bundled import tiny_folder
+from workbench.models.resolve import tiny_folder
 
 HEAVY = ("torch", "transformers", "ray", "deepspeed", "vllm")
 LLAMAS = ",".join(f"{role}=llama-7b" for role in ("actor", "critic", "reference", "reward"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cases import TINY
-from workbench_widgets import front_end
+from workbench_widgets import driver
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "workbench", "workbench_widgets", "widgets", "datasets")
@@ -139,7 +139,7 @@ def test_an_iteration_and_a_panel_from_the_wheel(installed: Path, tmp_path: Path
     assert answer["norm"] > 0
     assert ".[notebook]" in answer["refused"]
     assert "update_actor" in answer["picture"]
-    assert (answer["script"], answer["style"]) == (front_end.module("panel.js"), front_end.style())
+    assert (answer["script"], answer["style"]) == (driver.module("panel.js"), driver.style())
     assert answer["loaded"] == []
 
 
@@ -164,11 +164,11 @@ def test_an_editable_install_finds_data_and_widgets(tree: Path, tmp_path: Path) 
     run(sys.executable, "-c", BUILD.format(hook="build_editable"), cwd=tree)
     (wheel,) = (tree / "dist").glob("*.whl")
     programs = environment(wheel, tmp_path / "environment")
-    code = "import workbench_widgets.front_end as f; from importlib.resources import files; "
+    code = "import workbench_widgets.driver as f; from importlib.resources import files; "
     code += "data = files('workbench') / 'datasets'; print(len(f.style()), len(f.module('panel.js'))); "
     code += "print(f.__file__, data, *(path.name for path in data.iterdir()), sep='\\n')"
     lengths, file, folder, *names = run(programs / "python", "-c", code, cwd=tmp_path).splitlines()
-    assert lengths == f"{len(front_end.style())} {len(front_end.module('panel.js'))}"
+    assert lengths == f"{len(driver.style())} {len(driver.module('panel.js'))}"
     assert Path(file).resolve() == (tree / "widgets" / "front_end.py").resolve()
     assert Path(folder).resolve() == (tree / "datasets").resolve()
     assert "arithmetic" in names

@@ -17,11 +17,10 @@ from workbench_widgets.panel import Panel
 from workbench_widgets.placement import PlacementEditor
 from workbench_widgets.samples import Samples
 from workbench_widgets.stepper import Stepper
-from workbench_widgets.still import Still
 from workbench_widgets.strip import Strip
 from workbench_widgets.timeline import TimelineView
 from workbench_widgets.traffic import TrafficView
-from workbench_widgets.view import View
+from workbench_widgets.view import Still, View
 
 # in the order of their tabs
 VIEWS: dict[str, type[View]] = {

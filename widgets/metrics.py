@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.display.curves import STROKES, Chart, Curve, smoothed
-from workbench.display.units import unit_of
+from workbench.display.headlines import unit_of
 from workbench.errors import BadInput
 from workbench.telemetry.store import TelemetryStore
 from workbench_widgets.charts import Charts

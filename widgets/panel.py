@@ -20,11 +20,9 @@ from IPython.display import display
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import said
-from workbench_widgets.driver import Driver, Pulse
-from workbench_widgets.front_end import in_notebook, module, style
+from workbench_widgets.driver import Driver, Pulse, in_notebook, module, style
 from workbench_widgets.saved_picture import SavedPicture
-from workbench_widgets.still import Still
-from workbench_widgets.view import View
+from workbench_widgets.view import Still, View
 
 EVERY_S = 0.4
 BUSY_SLOW_S = 2.0  # after how long a kernel counts as blocked while the panel itself keeps it busy

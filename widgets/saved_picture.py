@@ -13,9 +13,8 @@ from typing import Any
 from IPython.display import display
 
 from workbench.display.curves import MIMETYPE
-from workbench.display.images import as_images, without_svgs
-from workbench_widgets.still import or_why
-from workbench_widgets.view import View
+from workbench.display.html import as_images, without_svgs
+from workbench_widgets.view import View, or_why
 
 MOST_BYTES = 200_000  # of a saved picture
 REST = 20  # times as long as a drawing took, until the next one: 5 % of the kernel's time

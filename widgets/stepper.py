@@ -13,9 +13,8 @@ from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
 from workbench_widgets import stage_form
 from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
-from workbench_widgets.stage_times import times
-from workbench_widgets.still import or_why
-from workbench_widgets.view import View, button, choice, entry, whole_number
+from workbench_widgets.stage_form import times
+from workbench_widgets.view import View, button, choice, entry, or_why, whole_number
 
 SIGNS = {
     "waiting": "\N{WHITE CIRCLE}", "running": "\N{BLACK RIGHT-POINTING TRIANGLE}", "done": "\N{CHECK MARK}",

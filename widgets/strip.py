@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from workbench.display.html import bytes_text, numbers_table
-from workbench.display.sparkline import sparkline
+from workbench.display.results import sparkline
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import union_s
 from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves

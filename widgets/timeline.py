@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.display.callers import Callers
-from workbench.display.device_spans import DeviceSpans, Row
 from workbench.display.html import bytes_text, kv, seconds_text
-from workbench.display.idle import CAUSES, Gaps, Lane, Life, lives_of, within
+from workbench.display.idle import CAUSES, Callers, DeviceSpans, Gaps, Lane, Life, Row, lives_of, within
 from workbench.display.lanes import TOUCH_S, lanes_of
 from workbench.display.timeline import Timeline, drawn, times_table
 from workbench.errors import BadInput

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from workbench.models.lora import LoRA as LoRA
     from workbench.models.spec import Model as Model
     from workbench.objectives.correction import Correction as Correction
-    from workbench.objectives.covariance import ClipCov as ClipCov
-    from workbench.objectives.covariance import KLCov as KLCov
+    from workbench.objectives.losses import ClipCov as ClipCov
+    from workbench.objectives.losses import KLCov as KLCov
     from workbench.placement import Layout as Layout
     from workbench.placement import Placement as Placement
     from workbench.settings.context import Context as Context

@@ -174,7 +174,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> None:
-    from workbench.resharding.report import report
+    from workbench.resharding.strategies import report
 
     found = report(arguments.model, arguments.train, arguments.generate, arguments.strategy, arguments.dtype)
     if arguments.json:

@@ -37,8 +37,7 @@ from workbench.checks.evaluation import Asked, evaluate
 from workbench.config.description import Description
 from workbench.conversations import Conversations
 from workbench.conversations.endpoint import serve
-from workbench.data.example_stream import ExampleStream
-from workbench.data.examples import Kind
+from workbench.data.examples import ExampleStream, Kind
 from workbench.data.prompt_stream import PromptStream
 from workbench.data.sources import Source
 from workbench.display.interrupts import stoppable
@@ -46,7 +45,7 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.plan import Plans
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import MetricValues
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT, Placement
 from workbench.placement.estimate import MemoryEstimate
@@ -67,8 +66,7 @@ from workbench.stages.batch_store import BatchStore
 from workbench.stages.debug import FailedStage, replay
 from workbench.stages.group import GroupOperation, Groups, WorkerGroup
 from workbench.stages.ledger import Counters, Ownership
-from workbench.stages.run import Run
-from workbench.stages.run_log import RunLog
+from workbench.stages.run import Run, RunLog
 from workbench.stages.runner import StageRunner
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference

@@ -11,7 +11,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.algorithms.tracing import Argument
+from workbench.algorithms.edits import Argument
 from workbench.errors import BadInput
 from workbench.stages.live_settings import changed_by
 

@@ -33,7 +33,7 @@ def test_every_file_with_an_algorithm_is_listed() -> None:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and {base.id for base in node.bases if isinstance(base, ast.Name)} & BASES
     }
-    assert written == {*ALGORITHMS.items(), ("RolloutAlgorithm", "workbench.algorithms.rollout_algorithm")}
+    assert written == {*ALGORITHMS.items(), ("RolloutAlgorithm", "workbench.algorithms.loop")}
     tree = ast.parse((folder / "__init__.py").read_text())
     for_type_checkers = {
         (alias.name, node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names

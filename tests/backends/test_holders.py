@@ -20,8 +20,7 @@ from workbench.backends import registry
 from workbench.backends.holders import on_cluster, taken, when_free
 from workbench.display.html import bytes_text
 from workbench.errors import DevicesTaken
-from workbench.support.gpus import MIB, Gpu, parse_gpus, read_gpus, visible
-from workbench.support.machine import Process, cores
+from workbench.support.machine import MIB, Gpu, Process, cores, parse_gpus, read_gpus, visible
 
 GPUS = "0, GPU-aaaa, NVIDIA H100, 9.0, 81559, 23456\n1, GPU-bbbb, NVIDIA H100, 9.0, 81559, 4\n"
 PROCESSES = "GPU-aaaa, 4242, 20000\nGPU-aaaa, 4343, [N/A]\n"

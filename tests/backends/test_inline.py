@@ -22,8 +22,7 @@ from tests.cases import TINY, hosts_of, rollouts, tiny_lab, train_on
 from tests.expected import expect_error
 from workbench.backends.inline import VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
-from workbench.messages.calls import HostInfo
-from workbench.messages.replies import Output
+from workbench.messages.calls import HostInfo, Output
 from workbench.messages.shards import Shard
 from workbench.support import machine
 from workbench.workers.host import Host

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batches.balance import balanced_shares
+from workbench.batches.location import balanced_shares
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=60), st.data())

@@ -17,12 +17,10 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches import files
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, to_wire
 from workbench.batches.location import Location, ShardId
-from workbench.batches.wire import to_wire
 from workbench.errors import BadInput, NotFound, UnknownColumn
-from workbench.messages.calls import Call, HostInfo
-from workbench.messages.replies import Output
+from workbench.messages.calls import Call, HostInfo, Output
 from workbench.messages.shards import Shard
 from workbench.placement import Layout
 from workbench.workers.host import Host

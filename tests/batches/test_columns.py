@@ -8,9 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batches.columns import ColumnValues, Ragged, assembled, describe, rows_at, table_bytes
-from workbench.batches.tensordicts import from_tensordict, to_tensordict
-from workbench.batches.wire import from_wire, to_wire
+from workbench.batches.columns import (
+    ColumnValues,
+    Ragged,
+    assembled,
+    describe,
+    from_tensordict,
+    from_wire,
+    rows_at,
+    table_bytes,
+    to_tensordict,
+    to_wire,
+)
 
 row_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=8)
 

@@ -6,8 +6,8 @@ import torch
 
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.batches.contexts import answer_lengths, contexts_of, longest_contexts
 from workbench.batches.schema_check import check_columns
+from workbench.batches.turns import answer_lengths, contexts_of, longest_contexts
 from workbench.errors import BadInput
 from workbench.models.loading import Limits
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.browser.notebook import two_frames
-from workbench_widgets import front_end
+from workbench_widgets import driver
 
 FIELD = '<input data-act="iterations" value="3"><button data-act="run" data-drives>Run</button>'
 PAGE = """
@@ -24,7 +24,7 @@ replace(area, `{field}`);
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     page = browser.new_page()
-    source = (front_end.FOLDER / "forms.js").read_text().replace("export function", "function")
+    source = (driver.FOLDER / "forms.js").read_text().replace("export function", "function")
     page.add_script_tag(content=PAGE.format(source=source, field=FIELD))
     page.locator("input").fill("5")
     yield page

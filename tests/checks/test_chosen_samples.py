@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from workbench.checks import chosen_samples
-from workbench.checks.chosen_samples import best_of_k, majority_at_k
+from workbench.checks import evaluation
+from workbench.checks.evaluation import best_of_k, majority_at_k
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -52,7 +52,7 @@ def test_of_many_subsets_some_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPa
     passed = [int(one == 1) for one in answers]
     sampled = majority_at_k(answers, passed, 8)
     assert sampled == majority_at_k(answers, passed, 8)
-    monkeypatch.setattr(chosen_samples, "MOST_SUBSETS", 13_000)
+    monkeypatch.setattr(evaluation, "MOST_SUBSETS", 13_000)
     assert sampled == pytest.approx(majority_at_k(answers, passed, 8), abs=4 * 0.5 / 2000**0.5)
 
 

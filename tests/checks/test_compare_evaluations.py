@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 
 from tests.expected import expect_error
-from workbench.checks.compare_evaluations import compare_evaluations, fewest_equal, interval, more_prompts
-from workbench.checks.evaluation_frame import Evaluation
+from workbench.checks.compare_evaluations import Evaluation, compare_evaluations, fewest_equal, interval, more_prompts
 from workbench.errors import BadInput
 
 

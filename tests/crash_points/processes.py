@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from workbench.support.home import home
+from workbench.support.files import home
 
 SOURCE = Path(__file__).with_name("crash_points.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")

@@ -14,7 +14,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
-from workbench.batches.scored_rows import ScoredRows
+from workbench.batches.schema import ScoredRows
 from workbench.data.ledger import OPEN_ITERATIONS, VERSIONS, Ledger
 from workbench.errors import BadInput
 from workbench.objectives.preference import binomial_interval

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workbench.data.resumed import Resumed, Said, digest
+from workbench.data.conversation_turns import Resumed, Said, digest
 
 
 class Echo:

@@ -23,7 +23,7 @@ import workbench as wb
 from tests.expected import expect_error
 from workbench.data.reward_function import Asking, Score, check_function, first_failure, score_rows
 from workbench.errors import BadInput, RewardError
-from workbench.support.calls.process import CallProcess
+from workbench.support.calls.session import CallProcess
 from workbench.support.calls.sessions import UserCalls
 
 
@@ -416,7 +416,7 @@ def test_rows_hold_objects_of_the_notebook_and_what_cannot_be_read_there_is_name
 
 
 def test_calls_that_fill_the_wire_wait_for_a_slow_import(calls: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.support.calls.process.SEND_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("workbench.support.calls.session.SEND_TIMEOUT_S", 2.0)
 
     class Slow:
         def __reduce__(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.display.device_spans import Row
+from workbench.display.idle import Row
 from workbench.telemetry.spans import union_s
 
 

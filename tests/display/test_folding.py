@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from tests.display.test_idle import LANES, gaps_of, row
 from tests.display.test_timeline import STAGE, bars, extent
-from workbench.display.callers import Callers
-from workbench.display.device_spans import DeviceSpans
-from workbench.display.folding import BREAKS, LEAST_S, REST, Folding, folding_of
-from workbench.display.idle import CONTROLLER, UNCALLED
+from workbench.display.idle import CONTROLLER, UNCALLED, Callers, DeviceSpans
+from workbench.display.lanes import BREAKS, LEAST_S, REST, Folding, folding_of
 from workbench.display.timeline import timeline
 
 CALL = {"stage": "a", "role": "b", "rank": 0, "parent": ""}

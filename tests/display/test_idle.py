@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.display.by_rows import device_times
-from workbench.display.callers import Callers
-from workbench.display.device_spans import DeviceSpans
-from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Gaps, Lane
+from workbench.display.idle import CAUSES, CONTROLLER, DATA, POOL, RANK, UNCALLED, Callers, DeviceSpans, Gaps, Lane
 
 LANES = [("train", "cpu:0"), ("train", "cpu:1"), ("rollout", "cpu:2")]
 

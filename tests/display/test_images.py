@@ -6,8 +6,7 @@ import base64
 import re
 from xml.etree import ElementTree
 
-from workbench.display.html import folded, numbers_table, svg
-from workbench.display.images import as_images, without_svgs
+from workbench.display.html import as_images, folded, numbers_table, svg, without_svgs
 
 IMAGE = re.compile(
     r'<img alt="([^"]*)"(?: width="(\d+)")?(?: height="(\d+)")? src="data:image/svg\+xml;base64,([^"]*)">'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from workbench.display.devices import box, card
 from workbench.display.palette import role_styles
-from workbench.display.pools import box, card
 
 
 def test_cards_say_role_model_and_what_becomes_of_them() -> None:

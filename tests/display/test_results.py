@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from workbench.display.results import Results
-from workbench.display.sparkline import sparkline
+from workbench.display.results import Results, sparkline
 
 ROWS = [
     {"iteration": n, "generate_sequences/response_tokens/mean": 40.0 + n, "compute_values/values/mean": 0.5,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.display.test_folding import later
 from tests.display.test_timeline import STAGE, row
 from tests.expected import expect_error
-from workbench.display.span_sums import Sums
-from workbench.display.timeline import timeline
+from workbench.display.timeline import Sums, timeline
 from workbench.errors import BadInput
 
 KEYS = ["role", "stage", "kind", "parent"]

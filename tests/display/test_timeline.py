@@ -9,7 +9,7 @@ import pytest
 
 from tests.expected import expect_error
 from workbench.display import Timeline, role_styles, timeline
-from workbench.display.device_spans import DeviceSpans
+from workbench.display.idle import DeviceSpans
 from workbench.display.palette import BLACK, WHITE
 from workbench.display.timeline import MOST_BARS, drawn
 from workbench.errors import BadInput

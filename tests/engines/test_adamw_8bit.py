@@ -16,7 +16,7 @@ import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
 from tests.engines.training_ranks import make_engine, negative_log_likelihood, sequences, settings, train, weights
 from tests.expected import expect_error
-from workbench.engines.training.optimizers import CODES, SCALES
+from workbench.engines.training.steps import CODES, SCALES
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.heads import TokenLogProbs
 from workbench.placement.memory import blocks_8bit, rank_memory

@@ -10,8 +10,7 @@ import torch
 from tests.engines.layout_checks import check_numbers, check_slices
 from tests.engines.layout_ranks import outcome, outcomes
 from tests.engines.training_ranks import asked, run_ranks
-from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
-from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
+from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, check_deepspeed_layout
 from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.settings.training import Training

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.expected import expect_error
-from workbench.engines.generation.distribution import Distribution, draw, exponential_noise
-from workbench.engines.generation.endings import Endings, response_room
+from workbench.engines.generation.base import Endings, response_room
+from workbench.engines.generation.transformers_engine import Distribution, draw, exponential_noise
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer
 from workbench.settings.engines import Generation, Sampling

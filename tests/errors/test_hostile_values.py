@@ -10,7 +10,7 @@ import pytest
 from workbench.errors import StageError
 from workbench.errors.containing import Signal, contained, containing
 from workbench.errors.plain_text import said, shown
-from workbench.messages.replies import Failure
+from workbench.messages.calls import Failure
 from workbench.support.calls.pickling import name_of
 
 

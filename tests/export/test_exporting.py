@@ -16,9 +16,8 @@ from tests.export.test_adversarial import page
 from workbench.errors import BadInput
 from workbench.export.cells import Cell, read_notebook
 from workbench.export.exporting import script_of
-from workbench.export.interrupted import done_of
-from workbench.export.looking import SHOWING
-from workbench.export.made_calls import Made, MadeCall
+from workbench.export.interrupted import Made, MadeCall, done_of
+from workbench.export.selection import SHOWING
 
 LESSONS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 OPEN = 'lab = wb.open("x", models={"actor": "tiny-llama"}, placement=wb.Placement.colocate(1), prompts=["a"])'

@@ -21,10 +21,10 @@ from tests.fuzz.damage import harmless
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
-from workbench.export.made_calls import expression
+from workbench.export.interrupted import expression
 from workbench.export.proof import compare_runs
 from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
-from workbench.session.cell_history import RunCell
+from workbench.session.run_record import RunCell
 from workbench.telemetry.store import TelemetryStore
 
 OPEN = """from pathlib import Path

@@ -3,8 +3,8 @@ from __future__ import annotations
 from tests.expected import expect_error
 from tests.export.test_adversarial import page
 from workbench.errors import BadInput
+from workbench.export.cells import only_looks
 from workbench.export.exporting import script_of
-from workbench.export.syntax import only_looks
 
 LOOKS = (
     "ls", "ls -l /data", "nvidia-smi", "nvidia-smi -L", "nvidia-smi --query-gpu=memory.used --format=csv", "pwd",

@@ -29,7 +29,7 @@ from tests.fuzz.damage import harmless
 from tests.fuzz.values import VALUES, fits
 from workbench.algorithms import ALGORITHMS
 from workbench.algorithms.buffer import Buffer
-from workbench.data.example_stream import ExampleStream
+from workbench.data.examples import ExampleStream
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import WorkbenchError
 from workbench.errors.plain_text import shown

@@ -19,7 +19,7 @@ from tests.cases import TINY, tiny_lab
 from tests.fuzz.damage import cases, profile
 from tests.fuzz.values import FIXED, VALUES, fits
 from workbench.algorithms import ALGORITHMS
-from workbench.data.example_stream import ExampleStream
+from workbench.data.examples import ExampleStream
 from workbench.errors import WorkbenchError
 
 SCORER = wb.Model(TINY, training=wb.Training(engine="torch"))

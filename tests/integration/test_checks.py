@@ -11,8 +11,8 @@ from torch import Tensor
 
 import workbench as wb
 from tests.cases import TINY, stored, tiny_lab
+from workbench.messages.calls import Output
 from workbench.messages.metrics import as_metrics
-from workbench.messages.replies import Output
 from workbench.objectives.aggregation import denominator
 from workbench.workers.micro_batches import minibatch_indices
 from workbench.workers.passes import Term

@@ -13,7 +13,7 @@ import torch
 import workbench as wb
 from tests.expected import expect_error
 from workbench.errors import RewardError, RolloutError, StageError, StageTimeout
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.workers.roles.critic import CriticWorker
 

@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from workbench.errors import HostDied, RewardError, StageError
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker

@@ -21,7 +21,7 @@ import workbench as wb
 from tests.cases import TINY, hosts_of
 from tests.light import together
 from workbench.batches.columns import Ragged
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.placement import Layout
 from workbench.stages.run import Run

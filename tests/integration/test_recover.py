@@ -16,7 +16,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.errors import BadInput, HostDied, StageInterrupted
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker

@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on, vowels
 from workbench.batches.columns import ColumnValues, Ragged
-from workbench.workers.shared_device import ONE_MEMORY
+from workbench.workers.worker import ONE_MEMORY
 
 ROLES = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
 MOVES = [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kernel.kernels import Kernel
 from workbench.backends.cluster import stop_head
-from workbench.support.home import home
+from workbench.support.files import home
 
 OPEN = """
 import json

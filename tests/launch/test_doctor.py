@@ -12,7 +12,7 @@ import pytest
 from tests.cases import TINY, tiny_lab, vowels
 from workbench import cli
 from workbench.launch import doctor
-from workbench.support.gpus import Gpu
+from workbench.support.machine import Gpu
 
 QUICK_S = 3.0  # of a process's own time, whatever else the machine does
 H100 = Gpu(0, "GPU-a", "NVIDIA H100", 9.0, 80 * 2**30, 0, {})

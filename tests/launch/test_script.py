@@ -21,7 +21,7 @@ from pydantic import Field
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from workbench.display.headlines import headlines
-from workbench.display.iterations import Iterations
+from workbench.display.progress import Iterations
 from workbench.errors import BadInput, NameTaken, StageInterrupted
 from workbench.support.validation import Rule
 from workbench.telemetry import TelemetryStore

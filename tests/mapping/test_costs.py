@@ -16,8 +16,7 @@ from benchmarks.mapping_products import TABLE, off
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.mapping import Constants, Hardware, Workload
-from workbench.mapping.calibration import NAMES, Sample, fit, spread
-from workbench.mapping.costs import CostModel, Terms, received_bytes
+from workbench.mapping.costs import NAMES, CostModel, Sample, Terms, fit, received_bytes, spread
 from workbench.mapping.hardware import PRESETS, TILES, ProductRates
 from workbench.mapping.workload import config_of, role_models
 from workbench.placement import Layout

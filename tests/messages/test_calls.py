@@ -5,8 +5,7 @@ import pickle
 import numpy as np
 
 from workbench.batches.location import Pull, ShardId
-from workbench.messages.calls import Call
-from workbench.messages.replies import Failure
+from workbench.messages.calls import Call, Failure
 
 
 def failure_of(error: Exception) -> Failure:

@@ -11,8 +11,8 @@ from pydantic import Field
 import workbench as wb
 from tests.expected import expect_error
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.operation import Operation, checked_arguments, operations
-from workbench.messages.replies import Output
 
 
 class Mine:

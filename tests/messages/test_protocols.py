@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.expected import expect_error
-from workbench.batches.balance import minibatch_rows
+from workbench.batches.location import minibatch_rows
 from workbench.errors import BadInput
 from workbench.messages.operation import operations
 from workbench.messages.protocols import (

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from tests.expected import expect_error
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.models import TINY, load_backbone, load_causal_lm, load_config, resolve
-from workbench.models.bundled import gguf_path, tiny_folder
 from workbench.models.heads import load_token_values
 from workbench.models.loading import read_config
+from workbench.models.resolve import gguf_path, tiny_folder
 from workbench.models.tokenizers import load_tokenizer
 
 
@@ -54,7 +54,7 @@ def test_tiny_weights_are_the_same_whenever_they_are_made(empty_home: Path) -> N
 
 
 def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path) -> None:
-    from workbench.models.bundled import made_once, models_home
+    from workbench.models.resolve import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "config.json").write_text("loser")
@@ -66,7 +66,7 @@ def test_a_process_that_lost_the_race_uses_the_winner_s_folder(empty_home: Path)
 
 
 def test_a_failed_making_leaves_nothing_behind(empty_home: Path) -> None:
-    from workbench.models.bundled import made_once, models_home
+    from workbench.models.resolve import made_once, models_home
 
     def make(folder: Path) -> None:
         (folder / "half").write_text("")

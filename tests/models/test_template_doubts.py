@@ -7,7 +7,7 @@ import pytest
 
 from tests.cases import TINY, tiny_lab
 from workbench.models import load_tokenizer, render_prompt
-from workbench.models.template_doubts import template_doubts
+from workbench.models.chat_format import template_doubts
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}END{% endif %}{% endfor %}"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cases import TINY
 from workbench.errors import BadInput
 from workbench.models.tokenizers import load_tokenizer
-from workbench.models.tool_schemas import schema_of, with_tools
+from workbench.models.turn_messages import schema_of, with_tools
 
 USER = [{"role": "user", "content": "2 + 3?"}]
 

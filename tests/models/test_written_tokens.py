@@ -11,7 +11,7 @@ from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
-from workbench.models.written_tokens import written_tokens
+from workbench.models.chat_format import written_tokens
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief>."}, {"role": "user", "content": "2 + 3?\nNow."},

@@ -7,7 +7,7 @@ import torch
 
 from tests.expected import expect_error
 from workbench.errors import BadInput
-from workbench.objectives.covariance import ClipCov, KLCov, covariances, held_back, kl_cov_loss
+from workbench.objectives.losses import ClipCov, KLCov, covariances, held_back, kl_cov_loss
 
 
 def draws() -> torch.Generator:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.distillation import coarsened, divergence
+from workbench.objectives.kl import coarsened, divergence
 
 N, V = 5, 11
 

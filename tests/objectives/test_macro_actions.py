@@ -9,7 +9,7 @@ from tests.expected import expect_error
 from tests.objectives.policies import normal, random_masks
 from workbench.errors import BadInput
 from workbench.objectives.estimators import gae
-from workbench.objectives.macro_actions import RANDOM_TOKENS, fixed_ends, macro_gae, perplexity_ends, random_ends
+from workbench.objectives.turns import RANDOM_TOKENS, fixed_ends, macro_gae, perplexity_ends, random_ends
 
 
 def test_one_token_is_gae() -> None:

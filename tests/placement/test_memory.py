@@ -20,7 +20,7 @@ from tests.placement.memory_ranks import ADAPTER, CONFIG, all_measured, config_o
 from workbench.backends.hosts import Hosts
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
-from workbench.launch import fit
+from workbench.launch import opening
 from workbench.models.heads import TokenLogProbs
 from workbench.placement import Layout, Placement
 from workbench.placement.estimate import check_fit, estimate_memory
@@ -198,13 +198,13 @@ def test_what_cannot_fit_is_refused_with_figures_and_a_remedy() -> None:
 def test_opening_refuses_what_cannot_fit_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "available_bytes", lambda: 2_000_000)
+    monkeypatch.setattr(opening, "available_bytes", lambda: 2_000_000)
     with monkeypatch.context() as nothing_starts:
         nothing_starts.setattr(Hosts, "start", lambda *_: pytest.fail("started"))
         for backend in ("ray", "inline"):
             with expect_error(BadInput, value="needs .* on this machine", rule=r"it has 2\.0 MB"):
                 tiny_lab("large", tmp_path, backend=backend)
-    monkeypatch.setattr(fit, "available_bytes", lambda: 20_000_000)
+    monkeypatch.setattr(opening, "available_bytes", lambda: 20_000_000)
     with pytest.warns(UserWarning, match=r"may run out of memory"):
         tiny_lab("large", tmp_path, backend="inline").close()
 

@@ -6,7 +6,7 @@ from tests.expected import expect_error
 from tests.light import describe
 from workbench.errors import BadInput
 from workbench.placement import Layout, Placement
-from workbench.placement.named import named_placements
+from workbench.placement.placement import named_placements
 from workbench.workers.worker import Worker
 
 FOUR = ("actor", "critic", "reference", "reward")

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.resharding.counting import Held, generation_ranks
 from workbench.placement import Layout
-from workbench.resharding.distribution import Distribution
 from workbench.resharding.engine import ReshardingEngine
-from workbench.resharding.plan import Plan, Reshard
+from workbench.resharding.plan import Distribution, Plan, Reshard
 from workbench.resharding.strategies import STRATEGIES, plan_sync, plan_transition
 from workbench.resharding.weights import ModelWeights
 from workbench.telemetry import Recorder

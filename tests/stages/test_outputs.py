@@ -15,7 +15,7 @@ from tests.cases import hosts_of
 from tests.light import together
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.workers.worker import Worker
 

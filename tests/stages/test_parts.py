@@ -9,8 +9,7 @@ import pytest
 
 from tests.stages.runs import run_of
 from workbench.batches.batch import Batch
-from workbench.batches.location import Location, ShardId
-from workbench.batches.references import Column, ShardCounts
+from workbench.batches.location import Column, Location, ShardCounts, ShardId
 from workbench.stages.run import Run
 
 COUNTS = ShardCounts()

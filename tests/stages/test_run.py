@@ -11,7 +11,7 @@ import pytest
 from tests.stages.runs import group_of, runner_of
 from workbench.backends.base import Pending
 from workbench.errors import StageError
-from workbench.messages.replies import Failure, Reply
+from workbench.messages.calls import Failure, Reply
 from workbench.stages import stage as stage_module
 from workbench.stages.stage import StageRun
 

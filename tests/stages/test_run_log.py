@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from tests.stages.runs import run_of
-from workbench.stages.run import Run
-from workbench.stages.run_log import RunLog
+from workbench.stages.run import Run, RunLog
 
 
 def made(log: RunLog, stage: str) -> Run:

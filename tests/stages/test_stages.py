@@ -14,7 +14,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.errors import BadInput, RewardError, StageError, UnknownColumn
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workbench.support.descriptors import quiet_stderr
+from workbench.support.surroundings import quiet_stderr
 
 COMPLAINS = [sys.executable, "-Sc", "import os; os.write(2, b'cannot find -laio')"]
 

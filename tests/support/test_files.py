@@ -11,7 +11,7 @@ import pytest
 
 from tests.expected import expect_error
 from workbench.errors import BadInput, WriteFailed
-from workbench.support import files, home
+from workbench.support import files
 
 
 def test_only_a_regular_file_is_read_or_replaced(tmp_path: Path) -> None:
@@ -115,17 +115,17 @@ def test_files_are_private_and_one_that_the_user_has_named_keeps_its_mode(tmp_pa
 
 def test_only_this_users_key_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "mine"))
-    mine = home.signed({"a": 1, "b": [1.5, None]})
-    assert home.is_signed(mine)
+    mine = files.signed({"a": 1, "b": [1.5, None]})
+    assert files.is_signed(mine)
     key = tmp_path / "mine" / "signing_key"
     assert key.stat().st_mode & 0o777 == 0o600
     changed = [{**mine, "a": 2}, {**mine, "c": 0}, {**mine, "signature": "0" * 64}, {**mine, "signature": None}]
-    assert not any(map(home.is_signed, [*changed, {"a": 1, "b": [1.5, None]}]))
+    assert not any(map(files.is_signed, [*changed, {"a": 1, "b": [1.5, None]}]))
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "others"))
-    assert not home.is_signed(mine)
+    assert not files.is_signed(mine)
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "mine"))
     key.write_bytes(b"")
-    for use in (home.signed, home.is_signed):
+    for use in (files.signed, files.is_signed):
         with expect_error(BadInput, value="signing_key' has 0 bytes"):
             use(mine)
 
@@ -137,7 +137,7 @@ def test_a_home_of_another_user_is_refused_but_not_by_root(tmp_path: Path, monke
     theirs.mkdir()
     os.chown(theirs, 65534, -1)
     monkeypatch.setenv("WORKBENCH_HOME", str(theirs))
-    assert home.home() == theirs
+    assert files.home() == theirs
     monkeypatch.setattr(os, "geteuid", lambda: 65533)
     with expect_error(BadInput, value="belongs to user 65534"):
-        home.home()
+        files.home()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from workbench.support import machine
-from workbench.support.home import locked
+from workbench.support.files import locked
 from workbench.support.machine import Process, cores, end
 
 
@@ -52,7 +52,7 @@ def test_end_waits_for_a_process_that_goes_and_kills_one_that_stays() -> None:
 
 def test_a_lock_keeps_others_out_until_its_holder_is_gone() -> None:
     hold = "with locked('mine'): print('in', flush=True); time.sleep(60)"
-    code = f"import time; from workbench.support.home import locked\n{hold}"
+    code = f"import time; from workbench.support.files import locked\n{hold}"
     holder, _ = python(code, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"in\n"

@@ -11,7 +11,7 @@ import pytest
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.telemetry import Recorder, Span, span
-from workbench.telemetry.peak import CudaGauge, LinuxGauge, PeakMeter, SampledGauge, gauge
+from workbench.telemetry.recorder import CudaGauge, LinuxGauge, PeakMeter, SampledGauge, gauge
 
 CALL: dict[str, Any] = {
     "stage": "update_actor", "run": 7, "role": "actor", "pool": "main", "rank": 1, "device": "slot:1",

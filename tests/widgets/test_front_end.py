@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench_widgets.front_end import FOLDER, IMPORT, module, style
+from workbench_widgets.driver import FOLDER, IMPORT, module, style
 
 FILES = sorted(path.name for path in FOLDER.glob("*.js"))
 

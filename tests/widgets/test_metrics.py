@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import tiny_lab
 from tests.expected import expect_error
-from workbench.display.units import unit_of
+from workbench.display.headlines import unit_of
 from workbench.errors import BadInput
 from workbench.telemetry import TelemetryStore
 from workbench_widgets.charts import plotly_js

@@ -16,7 +16,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.display.images import as_images
+from workbench.display.html import as_images
 from workbench.errors import BadInput
 from workbench.telemetry import Transfer
 from workbench_widgets import Panel, View

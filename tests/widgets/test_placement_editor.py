@@ -15,8 +15,7 @@ from tests.session.test_moving import opened
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench_widgets import Driver, panel
-from workbench_widgets.placement import NEW_POOL, PlacementEditor, put
-from workbench_widgets.placement_costs import same
+from workbench_widgets.placement import NEW_POOL, PlacementEditor, put, same
 
 WAIT_S = 60.0
 

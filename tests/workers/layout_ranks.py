@@ -12,8 +12,8 @@ import torch
 from tests.workers.preference_ranks import preferences_of
 from tests.workers.update_ranks import ROWS, context_here, ppo_by_hand, shard_of
 from workbench.batches.columns import Ragged
+from workbench.messages.calls import Output
 from workbench.messages.metrics import as_metrics, reported
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement import Layout

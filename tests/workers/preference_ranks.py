@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.workers.update_ranks import ROWS, context_here, shard_of
 from workbench.batches.columns import Ragged
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Metrics, as_metrics
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.settings.engines import Generation

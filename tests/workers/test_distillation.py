@@ -17,7 +17,7 @@ from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
-from workbench.objectives.distillation import divergence
+from workbench.objectives.kl import divergence
 
 TEACHER, SIZE = "tiny-llama", 264
 FAST: dict[str, Any] = {"engine": "torch", "learning_rate": 1e-3, "minibatches": 1, "micro_batch_tokens": 4096}

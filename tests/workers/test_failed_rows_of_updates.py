@@ -16,8 +16,8 @@ from tests.cases import TINY, stored, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.operation import Operation, operations, register
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.workers import roles
 from workbench.workers.roles.actor import ActorWorker

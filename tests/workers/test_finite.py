@@ -14,7 +14,7 @@ from tests.cases import TINY, stored, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
-from workbench.messages.replies import Output
+from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
 from workbench.workers.hints import first_not_finite
 from workbench.workers.roles import RewardWorker

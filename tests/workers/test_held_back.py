@@ -16,7 +16,7 @@ from workbench.batches.columns import Ragged
 from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.objectives.covariance import CovarianceLoss
+from workbench.objectives.losses import CovarianceLoss
 from workbench.settings.engines import Generation
 from workbench.settings.training import Training
 from workbench.workers.policy_tokens import held_back_tokens

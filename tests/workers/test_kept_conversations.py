@@ -16,7 +16,7 @@ import pytest
 import workbench as wb
 from tests.calculator import Calculator, sums
 from tests.cases import TINY, hosts_of, tiny_lab
-from workbench.engines.generation.transformers_rows import TransformersDecoding
+from workbench.engines.generation.transformers_engine import TransformersDecoding
 from workbench.errors import StageInterrupted
 
 NAMES = ("prompt_ids", "response_ids", "response_mask", "environment_rewards", "turns", "ending")

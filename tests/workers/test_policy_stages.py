@@ -22,7 +22,7 @@ from workbench.objectives.correction import correct
 from workbench.objectives.estimators import moments, whiten
 from workbench.objectives.kl import kl_loss
 from workbench.objectives.losses import policy_loss
-from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends
+from workbench.objectives.turns import fixed_ends, macro_gae, perplexity_ends
 
 BETA = 0.1
 GROUPS = [slice(0, 3), slice(3, 6)]

@@ -19,7 +19,7 @@ from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm
-from workbench.models.quiet import quiet_transformers
+from workbench.models.resolve import quiet_transformers
 
 PAIRS: list[dict[str, Any]] = [
     {"prompt": f"Question {i}?", "chosen": f"yes, {'very ' * (i % 3)}gladly", "rejected": f"no{'!' * (i % 4)} {i}"}

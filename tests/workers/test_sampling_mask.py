@@ -17,7 +17,7 @@ from tests.engines.training_ranks import Alone, run_ranks
 from tests.expected import expect_error
 from tests.workers.mask_ranks import Masked, masked_shard, run_masked
 from workbench.batches.columns import Ragged
-from workbench.engines.generation.vllm_rows import _sets
+from workbench.engines.generation.vllm_engine import _sets
 from workbench.errors import BadInput, StageError
 from workbench.models import load_causal_lm
 from workbench.models.heads import ChosenLogProbs, TokenLogProbs

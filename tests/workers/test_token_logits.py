@@ -18,10 +18,10 @@ from tests.workers.update_ranks import ROWS, shard_of
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
 from workbench.models import load_causal_lm
-from workbench.objectives.distillation import divergence
+from workbench.objectives.kl import divergence
 from workbench.placement import Layout
 from workbench.workers.gradients import Sketch
-from workbench.workers.token_logits import Logits
+from workbench.workers.user_loss import Logits
 
 CUT = [
     ("torch", Layout(d=2), 2), ("zero1", Layout(d=2), 2), ("zero3", Layout(d=2), 2),

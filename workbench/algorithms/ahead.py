@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from workbench.algorithms.buffer import rollouts_of
+from workbench.algorithms.buffer import UNKNOWN, WaitingRollouts, rollouts_of
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.waiting import UNKNOWN, WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.validation import NonNegativeFloat, PositiveFloat, PositiveInt

@@ -5,24 +5,211 @@
                             version 5     version 6     version 7
 
 An algorithm's `run(n, staleness=k)` generates up to k iterations ahead and draws each iteration's rollouts from here.
+
+Rollouts that wait in `lab.buffer`: what the stages up to generation made for one iteration.
+
+How old the rollouts are that wait in a buffer, as bars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from workbench.algorithms.waiting import UNKNOWN, WaitingRollouts, joined
 from workbench.batches.batch import Batch
-from workbench.display.ages import ages_html
+from workbench.batches.columns import Ragged
+from workbench.display.html import svg
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.messages.metrics import MetricValues
 from workbench.stages.ledger import Counters
 from workbench.support.assigned import AssignedFunction, NoteChange
 from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import NonNegativeInt, PositiveInt
+
+LEFT, BARS, RIGHT, LINE, HEAD = 110, 280, 190, 18, 24
+
+
+def ages_html(waiting: Sequence[tuple[str, int, int]]) -> str:
+    """A bar for each iteration that waits, oldest first. waiting: its name, optimizer steps since the weights that drew
+    it, and how many responses it has."""
+    if not waiting:
+        return "<div>nothing waits in the buffer</div>"
+    oldest = max(age for _, age, _ in waiting) or 1
+    head = (
+        '<text x="0" y="14" fill="currentColor" font-weight="600">optimizer steps since the rollouts were drawn</text>'
+    )
+    bars = [_bar(HEAD + n * LINE, *one, oldest) for n, one in enumerate(waiting)]
+    label = f"ages of the rollouts of {len(waiting)} iterations"
+    return svg(head + "".join(bars), LEFT + BARS + RIGHT, HEAD + LINE * len(waiting), label)
+
+
+def _bar(y: float, name: str, age: int, rows: int, oldest: int) -> str:
+    width = BARS * age / oldest
+    return (
+        f'<text x="0" y="{y + 12:g}" fill="currentColor">{escape(name)}</text>'
+        f'<rect x="{LEFT}" y="{y + 2:g}" width="{max(width, 1):.1f}" height="{LINE - 5}" fill="currentColor" '
+        f'fill-opacity=".4"><title>{escape(name)}: {age} steps</title></rect>'
+        f'<text x="{LEFT + max(width, 1) + 6:.1f}" y="{y + 12:g}" fill="currentColor">{age}, {rows} responses</text>'
+    )
+
+
+UNKNOWN = -1  # the weights version of rollouts that do not say which weights drew them
+
+
+@dataclass(kw_only=True, eq=False)
+class WaitingRollouts:
+    """What is there of one iteration to come.
+
+    iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
+    made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
+    times_drawn: of each row of the rollouts, in row order; made when it is first asked for.
+    """
+
+    iteration: int
+    stages: tuple[str, ...] = ()
+    made: dict[str, Batch] = field(default_factory=dict)
+    metrics: dict[str, MetricValues] = field(default_factory=dict)
+    times_drawn: np.ndarray | None = None
+    _rows: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its stages have run."""
+        return bool(self.made) and all(stage in self.made for stage in self.stages)
+
+    def fits(self, stages: Sequence[str] | None) -> bool:
+        """Whether it is whole, and these stages made it; None: any stages."""
+        return self.whole and (stages is None or self.stages == tuple(stages))
+
+    @property
+    def group_count(self) -> int:
+        """How many groups it has; a row of the first batch of an iteration is a prompt."""
+        if self.stages and self.times_drawn is None:
+            return self.made[self.stages[0]].rows
+        return len(self.groups())
+
+    @property
+    def rollouts(self) -> Batch:
+        """The batch with the responses."""
+        return self.made[self.stages[-1]] if self.stages else next(iter(self.made.values()))
+
+    @property
+    def version(self) -> int:
+        """The optimizer steps of the actor's weights that drew it; of several, of the oldest."""
+        return int(self.rollouts.meta.get("weights_version", UNKNOWN))
+
+    @property
+    def rows(self) -> Mapping[str, np.ndarray]:
+        """What is known of each row of the rollouts: `prompt_uid`, `weights_version` of its tokens, `response_tokens`,
+        `reward` (NaN before it is scored)."""
+        if self._rows is None:
+            batch = self.rollouts
+            table = batch.fetch([name for name in ("prompt_uid", "rewards") if name in batch.names])
+            rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
+            if isinstance(rewards, Ragged):
+                rewards = np.array([float(row.double().sum()) for row in rewards.rows()])
+            self._rows = {
+                "prompt_uid": np.asarray(table["prompt_uid"]),
+                "weights_version": np.full(batch.rows, self.version),
+                "response_tokens": batch.lengths("response_ids"),
+                "reward": np.asarray(torch.as_tensor(rewards).double()),
+            }
+        return self._rows
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """How often each row was drawn."""
+        if self.times_drawn is None:
+            self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
+        return self.times_drawn
+
+    def groups(self) -> list[int]:
+        """The prompts of its groups, in order."""
+        return list(dict.fromkeys(self.rows["prompt_uid"].tolist()))
+
+    def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
+        """Of each batch the rows of these prompts."""
+        wanted, made = list(uids), dict[str, Batch]()
+        for stage, batch in self.made.items():
+            there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
+            made[stage] = batch.take(np.flatnonzero(np.isin(there, wanted)))
+        kept = np.flatnonzero(np.isin(self.rows["prompt_uid"], wanted))
+        rows = {name: column[kept] for name, column in self.rows.items()}
+        return WaitingRollouts(
+            iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
+            times_drawn=self.drawn[kept], _rows=rows,
+        )  # fmt: skip
+
+    def forget_unmade(self) -> None:
+        """Leave out what a stage that was stopped, or failed, never made."""
+        for stage, batch in list(self.made.items()):
+            batch.settle(wait=False)
+            if batch.pending:
+                del self.made[stage]
+
+    def state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """It as plain values, for checkpoints and for the next kernel. kept: what it has made, in the form in which
+        that is kept."""
+        return {
+            "iteration": self.iteration,
+            "stages": list(self.stages),
+            "made": dict(kept),
+            "metrics": {stage: dict(values) for stage, values in self.metrics.items()},
+            "times_drawn": None if self.times_drawn is None else self.times_drawn.tolist(),
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], made: Mapping[str, Batch]) -> WaitingRollouts:
+        """What `state` described. made: its batches."""
+        drawn = state["times_drawn"]
+        return cls(
+            iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
+            metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64),
+        )  # fmt: skip
+
+
+def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
+    """What waits, as rollouts of an iteration: several end to end, stage by stage. The meta of rows that several
+    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
+    first = parts[0]
+    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
+        return first
+    made, oldest = {}, min(part.version for part in parts)
+    for stage in first.made:
+        batch = Batch.concat([part.made[stage] for part in parts])
+        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
+        if told and any(part.version != oldest for part in parts):
+            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
+        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
+    return WaitingRollouts(
+        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
+        times_drawn=np.concatenate([part.drawn for part in parts]),
+        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+    )  # fmt: skip
+
+
+def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
+    """Of several generations: the largest of what is a largest, else the mean, each weighed with the rows that it has
+    here. A part of a generation tells what the whole of it did."""
+    rows, found = np.array([len(part.rows["prompt_uid"]) for part in parts]), dict[str, MetricValues]()
+    for stage in parts[0].metrics:
+        told = [part.metrics.get(stage, MetricValues()) for part in parts]
+        found[stage] = MetricValues()
+        for name in told[0]:
+            there = np.array([one.get(name, np.nan) for one in told])
+            largest = name.rpartition("/")[2].startswith("max")
+            known = ~np.isnan(there)
+            weighed = np.average(there[known], weights=rows[known]) if known.any() else np.nan
+            found[stage][name] = float(there[known].max() if largest and known.any() else weighed)
+    return found
+
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import GroupSize, RolloutAlgorithm
+from workbench.algorithms.loop import GroupSize, RolloutAlgorithm
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.objectives.estimators import response_scores

@@ -1,6 +1,8 @@
 """A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs.
 
 `tracing.trace` records the stages. They are then run, one at a time or all, by the calls of a notebook.
+
+Values of an algorithm's fields that can be told apart from equal ones: which argument comes from which field?
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.marks import unmarked
 from workbench.batches.batch import Batch
 from workbench.batches.schema import SCHEMA
 from workbench.data.prompt_stream import PromptStream
@@ -21,6 +22,48 @@ from workbench.settings.engines import check_untruncated, keeps_mask, truncation
 from workbench.stages.group import GroupOperation
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of
+
+
+class Mark:
+    """Stands for the value of a field while `define` is traced. It computes and compares as the value does."""
+
+    def __init__(self, value: Any) -> None:
+        self.marked = value
+
+    def __bool__(self) -> bool:
+        return bool(self.marked)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.marked == other)
+
+    def __hash__(self) -> int:
+        return hash(self.marked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["marked"], name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+# numbers and texts compute as what they are; True and None cannot be subclassed
+MARKED: dict[type, Any] = {
+    kind: type(kind.__name__, (kind,), {"__deepcopy__": Mark.__deepcopy__}) for kind in (int, float, str)
+}
+
+
+def mark(value: Any) -> Any:
+    """An object that stands for this value, and is no other."""
+    made: Any = MARKED.get(type(value), Mark)(value)
+    made.marked = value
+    return made
+
+
+def unmarked(value: Any) -> Any:
+    """The value that a mark stands for; other values as they are."""
+    kinds: Any = (Mark, *MARKED.values())
+    return value.marked if isinstance(value, kinds) else value
+
 
 KEEP_ROWS = ("select", "rename", "drop", "join")  # methods of a batch after which it has as many rows
 MOST_ROWS = 10_000_000  # of a batch: their numbers alone are an array

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.covariance import CovarianceLoss
+from workbench.objectives.losses import CovarianceLoss
 from workbench.support.validation import NonNegativeFloat, PositiveInt
 
 

@@ -11,12 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import Algorithm
-from workbench.algorithms.rollout_algorithm import GroupSize
+from workbench.algorithms.loop import Algorithm, GroupSize
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
-from workbench.data.example_stream import Demonstrations, ExampleStream
+from workbench.data.examples import Demonstrations, ExampleStream
 from workbench.data.reward_function import Weight
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.estimators import response_scores

@@ -11,7 +11,7 @@ from workbench.batches.batch import Batch
 from workbench.batches.store import Weights
 from workbench.config.description import Description
 from workbench.data.prompt_stream import PromptStream
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import MetricValues
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.runner import StageRunner
 from workbench.telemetry.store import TelemetryStore

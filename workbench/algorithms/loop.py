@@ -1,4 +1,7 @@
-"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time."""
+"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time.
+
+The fields of algorithms that train on scored responses of the actor.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,31 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field
 
 from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front, keeping
+from workbench.algorithms.buffer import WaitingRollouts
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.recorded_calls import note_settings, recording
-from workbench.algorithms.waiting import WaitingRollouts
+from workbench.algorithms.live_fields import note_settings, recording
 from workbench.batches.batch import Batch
+from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted
-from workbench.display.iterations import Iterations
+from workbench.display.progress import Iterations
 from workbench.errors import BadInput, StageInterrupted
 from workbench.errors.plain_text import shown
-from workbench.objectives.covariance import CovarianceLoss
+from workbench.objectives.correction import Correction
+from workbench.objectives.losses import CovarianceLoss
+from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_call
-from workbench.support.validation import NonNegativeInt, PositiveInt
+from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -376,3 +384,28 @@ def _is_there(made: Any) -> bool:
         made.settle(wait=False)
         return not made.pending
     return not isinstance(made, Run) or made.state == "done"
+
+
+GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
+
+
+@dataclass
+class RolloutAlgorithm(Algorithm):
+    """Base of PPO and its relatives. `PPO` says what the fields are."""
+
+    lab: Lab
+    prompts: PositiveInt = 16
+    samples: PositiveInt = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None
+    reward_weights: Mapping[str, Weight] | None = None
+    epochs: PositiveInt = field(default=1, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.need("reward", *self._penalty_role)
+
+    @property
+    def _penalty_role(self) -> tuple[str, ...]:
+        """The role that a KL penalty needs: none where its coefficient is 0."""
+        return ("reference",) if getattr(self, "kl_coefficient", 0) else ()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.errors import BadInput
-from workbench.objectives.covariance import CovarianceLoss
 from workbench.objectives.kl import adaptive_kl_step
+from workbench.objectives.losses import CovarianceLoss
 from workbench.support.validation import FINITE, NonNegativeFloat, PositiveFloat, PositiveInt
 
 

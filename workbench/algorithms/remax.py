@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.support.validation import NonNegativeFloat
 
 

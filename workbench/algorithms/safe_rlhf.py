@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.rollout_algorithm import RolloutAlgorithm
+from workbench.algorithms.loop import RolloutAlgorithm
 from workbench.errors import BadInput
 from workbench.objectives.lagrangian import dual_step
 from workbench.support.validation import FINITE, SEQUENCE, NonNegativeFloat, Number, PositiveFloat, Rule

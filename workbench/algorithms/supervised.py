@@ -9,7 +9,7 @@ from pydantic import Field
 
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import Algorithm
-from workbench.data.example_stream import Demonstrations, ExampleStream, Feedback, Pairs
+from workbench.data.examples import Demonstrations, ExampleStream, Feedback, Pairs
 from workbench.support.validation import PositiveInt, Whole
 
 

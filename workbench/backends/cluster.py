@@ -35,7 +35,7 @@ from workbench.backends.ray_access import (
 )
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.support import files
-from workbench.support.home import home, locked
+from workbench.support.files import home, locked
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150

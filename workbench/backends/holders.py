@@ -11,7 +11,7 @@ import psutil
 from workbench.backends import registry
 from workbench.display.html import bytes_text
 from workbench.errors import DevicesTaken, WorkbenchError
-from workbench.support.gpus import Gpu
+from workbench.support.machine import Gpu
 
 POLL_S = 1.0
 WAIT = "wait for them with wb.open(..., wait_s=600)"

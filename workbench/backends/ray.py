@@ -15,10 +15,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from workbench.backends.base import Backend, Pending
+from workbench.backends.base import Backend, Pending, nodes_of_pools
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
 from workbench.backends.host_server import python_for_hosts
-from workbench.backends.nodes import nodes_of_pools
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo

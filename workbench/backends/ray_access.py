@@ -21,7 +21,7 @@ from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support import files
-from workbench.support.home import home
+from workbench.support.files import home
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")

@@ -26,7 +26,7 @@ from workbench.backends import journal_file
 from workbench.errors import BadInput, MissingDependency, NotFound, WriteFailed
 from workbench.errors.plain_text import shown
 from workbench.support import files, pickles
-from workbench.support.home import home, locked
+from workbench.support.files import home, locked
 from workbench.support.machine import Process
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from workbench.batches.balance import balanced_shares, minibatch_rows
 from workbench.batches.handle import BatchHandle, as_array, rows_of
-from workbench.batches.location import Location
-from workbench.batches.references import Column
+from workbench.batches.location import Column, Location, balanced_shares, minibatch_rows
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said
 from workbench.support.checked_calls import checks_calls

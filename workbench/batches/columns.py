@@ -5,16 +5,23 @@ A column is one of
     Tensor   [rows, ...]   numbers of one shape a row (a reward)
     Ragged   [rows, *]     numbers of varying length a row (tokens, log-probabilities), packed: no padding is stored
     list     [rows]        anything else (text, answers)
+
+Tables on their way between processes: arrays in place of tensors, which pickle protocol 5 moves without a copy.
+
+Tables as tensordicts, for users who want them: ragged columns are nested tensors of jagged layout, lists non-tensor
+data. Only this file imports tensordict, which takes seconds.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
@@ -220,3 +227,79 @@ def _placed(index: Sequence[Tensor], parts: Sequence[Tensor], total: int) -> Ten
     for places, part in zip(index, parts, strict=True):
         whole[places.to(whole.device)] = part.to(whole.device)
     return whole
+
+
+def array_of(tensor: Tensor) -> tuple[str, np.ndarray]:
+    """A tensor as the name of its dtype and a numpy array."""
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def tensor_over(plain: tuple[str, np.ndarray]) -> Tensor:
+    """The inverse of `array_of`, over the same memory. What came through shared memory is only to be read."""
+    name, array = plain
+    out = torch.from_numpy(np.asarray(_Lent(array)))
+    return out.view(torch.bfloat16) if name == "bfloat16" else out
+
+
+class _Lent:
+    """An array's memory without its mark that it is read-only, of which torch would warn."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = array.__array_interface__
+        self._array, self.__array_interface__ = array, {**interface, "data": (interface["data"][0], False)}
+
+
+def to_wire(table: Mapping[str, ColumnValues]) -> dict[str, Any]:
+    """A table with arrays in place of tensors, over the same memory."""
+    wire: dict[str, Any] = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            wire[name] = (array_of(column.values), array_of(column.lengths))
+        else:
+            wire[name] = array_of(column) if isinstance(column, Tensor) else column
+    return wire
+
+
+def from_wire(wire: Mapping[str, Any]) -> Table:
+    """The inverse of `to_wire`, over the same memory: only to be read, so that who keeps or changes it takes a copy."""
+    table: Table = {}
+    for name, column in wire.items():
+        if isinstance(column, list):
+            table[name] = column
+        elif isinstance(column[0], str):
+            table[name] = tensor_over(column)
+        else:
+            table[name] = Ragged(*map(tensor_over, column))
+    return table
+
+
+# making a nested tensor makes torch log a notice to its own authors, once a process; it would be shown in the notebook
+logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
+
+
+def to_tensordict(table: Mapping[str, ColumnValues], rows: int) -> TensorDict:
+    """The columns of a table of that many rows, over the same memory."""
+    return TensorDict({name: _entry_of(column) for name, column in table.items()}, batch_size=[rows])
+
+
+def _entry_of(column: ColumnValues) -> Any:
+    if isinstance(column, Ragged):
+        offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
+        return torch.nested.nested_tensor_from_jagged(column.values, offsets)
+    if isinstance(column, Tensor):
+        return column
+    return NonTensorStack(*map(NonTensorData, column))  # one by one: a list among the entries is an entry, and no axis
+
+
+def from_tensordict(given: TensorDict) -> Table:
+    """The inverse of `to_tensordict`."""
+    return {str(name): _column_of(given.get(name)) for name in given.keys()}  # noqa: SIM118 (it iterates over rows)
+
+
+def _column_of(entry: Any) -> ColumnValues:
+    if isinstance(entry, NonTensorStack | NonTensorData):
+        entries: list[Any] = entry.tolist()
+        return entries
+    return Ragged(entry.values(), entry.offsets().diff()) if entry.is_nested else entry

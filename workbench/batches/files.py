@@ -39,7 +39,7 @@ from workbench.support import files
 
 if TYPE_CHECKING:
     from workbench.batches.handle import BatchHandle
-    from workbench.batches.references import Column
+    from workbench.batches.location import Column
 
 FORMAT: Literal[3] = 3
 CHUNK_BYTES = 64 * 2**20

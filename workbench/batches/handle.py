@@ -16,8 +16,7 @@ import numpy as np
 
 from workbench.batches import files
 from workbench.batches.columns import Ragged, Table
-from workbench.batches.location import Location
-from workbench.batches.references import Column, Maker, RowProvider, ShardCounts
+from workbench.batches.location import Column, Location, Maker, RowProvider, ShardCounts
 from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
@@ -273,7 +272,7 @@ class BatchHandle:
     def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
         """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
         data."""
-        from workbench.batches.tensordicts import to_tensordict
+        from workbench.batches.columns import to_tensordict
 
         return to_tensordict(self.fetch(columns, rows), self.rows if rows is None else len(rows))
 

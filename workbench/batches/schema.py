@@ -1,6 +1,8 @@
 """The columns that workbench's own stages write and read, and what holds of each where a stage reads it.
 
 `schema_check` compares a batch with this table. A column that is not in it is a user's own, and may hold anything.
+
+Rewards of rows by prompt, as a stage that scores tells them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
+
+import numpy as np
 
 Holds = Literal["token ids", "whole numbers", "zeros and ones", "numbers", "text"]
 Row = Literal["one", "tokens", "either"]
@@ -146,3 +150,13 @@ MADE_BY = {
     "teacher_log_prob": "teacher.compute_teacher_log_prob",
     "teacher_tail_log_prob": "teacher.compute_teacher_log_prob",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRows:
+    """The rewards of a rank's valid rows. Arrays of [rows]: `prompt_uid`; the reward of the whole response; how many
+    tokens of it the policy chose."""
+
+    prompt_uid: np.ndarray
+    reward: np.ndarray
+    tokens: np.ndarray

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged, kind_of
-from workbench.batches.contexts import contexts_of, longest_contexts
 from workbench.batches.schema import FINITE, SCHEMA, ColumnSchema
+from workbench.batches.turns import contexts_of, longest_contexts
 from workbench.errors import BadInput
 from workbench.models.loading import Limits
 

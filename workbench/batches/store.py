@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.batches.batch import Batch
-    from workbench.batches.references import Column
+    from workbench.batches.location import Column
 
 
 # Beyond the limit, this part of it is released on top, so that the next stage does not have to release again.

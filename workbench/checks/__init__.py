@@ -8,13 +8,22 @@ UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` when it i
 
 from collections.abc import Callable
 
-from workbench.checks.advantages import check_advantages
-from workbench.checks.engines import check_kl, check_rollout, check_weights
-from workbench.checks.forward import check_dropout, check_invariance, check_ratio
-from workbench.checks.gradients import check_denominators, check_gradients, check_masks
+from workbench.checks.invariants import (
+    check_advantages,
+    check_denominators,
+    check_dropout,
+    check_frozen,
+    check_gradients,
+    check_invariance,
+    check_kl,
+    check_masks,
+    check_ratio,
+    check_replicas,
+    check_rollout,
+    check_weights,
+)
 from workbench.checks.report import CheckReport, Finding
 from workbench.checks.subject import Subject
-from workbench.checks.updates import check_frozen, check_replicas
 
 CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "dropout": check_dropout,

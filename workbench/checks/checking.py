@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
+from workbench.checks.invariants import FROZEN
 from workbench.checks.loss_checks import COMPARING, LOSS_CHECKS, LossSubject, contributions
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
-from workbench.checks.updates import FROZEN
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WorkbenchError
 from workbench.errors.containing import passes
 from workbench.errors.plain_text import shown
-from workbench.objectives.covariance import CovarianceLoss
+from workbench.objectives.losses import CovarianceLoss
 from workbench.support.calls.pickling import name_of
 from workbench.workers.user_loss import told
 

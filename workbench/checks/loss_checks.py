@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
-from workbench.checks.gradients import ROUNDING, relative_difference
+from workbench.checks.invariants import ROUNDING, relative_difference
 from workbench.checks.loss_inputs import Held, LossInputs
 from workbench.checks.report import Finding, NotApplicable, finding
 from workbench.checks.subject import dealt_otherwise, measured
@@ -24,8 +24,7 @@ from workbench.errors import BadInput
 from workbench.models.loading import load_config
 from workbench.workers.gradients import GradientReport, cosine
 from workbench.workers.roles.actor import token_function
-from workbench.workers.token_logits import OF_MODEL
-from workbench.workers.user_loss import Asked, UserFunction
+from workbench.workers.user_loss import OF_MODEL, Asked, UserFunction
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab

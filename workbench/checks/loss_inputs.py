@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
 from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
-from workbench.workers.token_logits import OF_MODEL, Logits
-from workbench.workers.user_loss import Asked, UserFunction, checked_loss, selected
+from workbench.workers.user_loss import OF_MODEL, Asked, Logits, UserFunction, checked_loss, selected
 
 OTHER_POLICIES = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
 PADDING = 3  # tokens

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.balance import minibatch_rows
 from workbench.batches.columns import Ragged, Table
+from workbench.batches.location import minibatch_rows
 from workbench.checks.report import NotApplicable
 from workbench.models.tokenizers import beginning
 from workbench.objectives.correction import Correction

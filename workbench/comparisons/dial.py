@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.comparisons.run_folder import ITERATION, run_folder
-from workbench.display.callers import Callers
 from workbench.display.curves import Chart, Charted, Curve, tables
-from workbench.display.device_spans import DeviceSpans, called_s
 from workbench.display.headlines import looked_at
-from workbench.display.idle import Lane, within
+from workbench.display.idle import Callers, DeviceSpans, Lane, called_s, within
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call

@@ -8,12 +8,12 @@ import re
 from typing import TYPE_CHECKING
 
 from workbench.data.reward_function import check_function
-from workbench.engines.training.deepspeed_tensor_engine import check_deepspeed_layout
+from workbench.engines.training.deepspeed_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
 from workbench.models import load_config, resolve
-from workbench.models.bundled import BUNDLED
+from workbench.models.resolve import BUNDLED
 from workbench.models.spec import Judging
 from workbench.models.tokenizers import vocabulary
 from workbench.placement import ENVIRONMENT, ROLLOUT, Layout

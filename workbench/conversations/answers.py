@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.conversations.tree import Tree, Turn
 from workbench.data import conversation_turns
-from workbench.data.conversation_turns import Reply
+from workbench.data.conversation_turns import Reply, Said
 from workbench.data.environment import Environments
-from workbench.data.resumed import Said
 from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of

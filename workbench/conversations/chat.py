@@ -13,14 +13,22 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.turns import marked
 from workbench.conversations.answers import Answers
-from workbench.conversations.continuations import STAGE, Continuations, row_table
 from workbench.conversations.credit import Credit, Fork, Value, pictures
-from workbench.conversations.rows import add_branch, as_answer, as_turn, branch_table, lists
+from workbench.conversations.rows import (
+    STAGE,
+    Continuations,
+    add_branch,
+    as_answer,
+    as_turn,
+    branch_table,
+    lists,
+    row_table,
+)
 from workbench.conversations.tree import Tree, Turn
-from workbench.data.resumed import Resumed, Said
+from workbench.data.conversation_turns import Resumed, Said
 from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.metrics import MetricValues
 from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checks_calls
 from workbench.support.seeds import derive_seed

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from workbench.algorithms.lab import Lab
-from workbench.conversations.continuations import row_table
-from workbench.data.endpoint_call import STOP, EndpointCall, read_address
+from workbench.conversations.rows import row_table
+from workbench.data.agent_calls import STOP, EndpointCall, read_address
 from workbench.errors import BadInput, RolloutError, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling

@@ -1,16 +1,25 @@
 """What is called in the process of an agent's function, beside it. It imports little, see
-`workbench.support.calls.server`."""
+`workbench.support.calls.server`.
+
+The agent of `lab.serve()`: it tells the kernel where the server is, and waits until that says stop.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.data.user_functions import accepted, asks_for, finite_number
 from workbench.errors.plain_text import shown
-from workbench.support.calls import needs
+from workbench.support.calls import limits
 from workbench.support.calls.server import WrongValue
+from workbench.support.files import write_json
 
 
 class Harness:
@@ -19,10 +28,10 @@ class Harness:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
         self._takes_client = asks_for(function, "client")
-        setattr(self, needs.NAME, self._prepare)
+        setattr(self, limits.NAME, self._prepare)
 
     def _prepare(self) -> None:
-        needs.check_needs(self.function)
+        limits.check_needs(self.function)
         if self._takes_client:
             import openai  # noqa: F401
 
@@ -66,3 +75,42 @@ def checked_outcome(value: Any, *call: object) -> tuple[float, dict[str, float]]
         raise WrongValue(f"returned {shown(value)}")
     components = {name: finite_number(number) for name, number in value.items()}
     return finite_number(sum(components.values())), components
+
+
+ADDRESS, STOP, POLL_S = "address.json", "stop", 0.05
+
+
+@dataclass(frozen=True)
+class EndpointCall:
+    """folder: private, of the kernel with process id `kernel`. Where that process or the folder is gone, it stops."""
+
+    folder: str
+    kernel: int
+    records = False  # nothing that is answered is part of a row
+
+    def __call__(self, base_url: str, api_key: str) -> None:
+        folder = Path(self.folder)
+        if not folder.is_dir():
+            return
+        write_json(folder / ADDRESS, {"base_url": base_url, "api_key": api_key})
+        while folder.is_dir() and not (folder / STOP).exists() and _lives(self.kernel):
+            time.sleep(POLL_S)
+
+
+def read_address(folder: Path) -> tuple[str, str] | None:
+    """The URL and the key, once they are known."""
+    try:
+        found = json.loads((folder / ADDRESS).read_text())
+    except FileNotFoundError:
+        return None
+    return str(found["base_url"]), str(found["api_key"])
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is of another user, as inside a container
+        pass
+    return True

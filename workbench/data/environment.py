@@ -41,15 +41,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.data import resumed, user_functions
-from workbench.data.conversation_turns import Reply, Told, Turn
-from workbench.data.resumed import Said
+from workbench.data import conversation_turns, user_functions
+from workbench.data.conversation_turns import Reply, Said, Told, Turn
 from workbench.data.user_functions import short
 from workbench.errors import BadInput, RolloutError
 from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import render_reply
-from workbench.models.tool_schemas import schema_of, with_tools
-from workbench.models.turn_messages import TurnReader, check_template, response_template
+from workbench.models.turn_messages import TurnReader, check_template, response_template, schema_of, with_tools
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
 from workbench.support.calls.sessions import Session, UserCalls
@@ -174,7 +172,9 @@ class Environments:
         calls = (turn.more.get(user_functions.MESSAGE, {}).get("tool_calls", ()) for turn in said)
         self._calls_made[row] = sum(map(len, calls))
         call = _Call(method="resume")
-        self._submit(row, call, resumed.resume, user_functions.checked_beginning, self._rows[row], said, began)
+        self._submit(
+            row, call, conversation_turns.resume, user_functions.checked_beginning, self._rows[row], said, began
+        )
 
     def say(self, turn: Turn) -> None:
         """Tell that of a row what the policy said."""
@@ -287,12 +287,12 @@ class Environments:
                 if call.method == "resume":
                     return Reply()
                 reply = self._opening(row, first) if isinstance(first, list) else self._first(row, call.room, first)
-                return replace(reply, observed=resumed.digest(first))
+                return replace(reply, observed=conversation_turns.digest(first))
             observation, reward, done = answer
             if done or (limit := self._limit(row)):
                 return Reply(reward=reward, done=done, limit=None if done else limit)
             answer_ids = self._tokens(row, call, observation)
-            return Reply(observation_ids=answer_ids, reward=reward, observed=resumed.digest(observation))
+            return Reply(observation_ids=answer_ids, reward=reward, observed=conversation_turns.digest(observation))
         except RolloutError as error:
             return self._failed(row, error)
 

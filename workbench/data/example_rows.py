@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.data.chat_messages import FORM, Message, chat_messages
-from workbench.data.rows import Row
+from workbench.data.prompt_rows import FORM, Message, chat_messages
+from workbench.data.readers import Row
 from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown

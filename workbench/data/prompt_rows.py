@@ -1,18 +1,20 @@
-"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long."""
+"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long.
+
+Messages of a conversation in a row of a data set, in the form that chat templates take.
+"""
 
 from __future__ import annotations
 
+import json
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
-from workbench.data.chat_messages import FORM, chat_messages
-from workbench.data.readers import READERS
-from workbench.data.rows import BadRows, Overlong, Row, Skipped, counts
+from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
 from workbench.data.sources import Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
@@ -20,13 +22,68 @@ from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
-from workbench.models.chat_format import ChatFormat, check_chat
-from workbench.models.written_tokens import written_tokens
+from workbench.models.chat_format import ChatFormat, check_chat, written_tokens
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Message = dict[str, Any]
+FORM = (
+    "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
+    "may have 'tool_calls' in its place"
+)
+
+
+def chat_messages(value: Any) -> list[Message] | None:
+    """The messages of a value of a data set; None where it holds none.
+
+    Content in parts such as [{"type": "text", "text": "Hi"}] is joined; of a message that only calls tools it is "".
+    Keys without a value, which tables of arrow fill in, are left out. `arguments` of a tool call that are JSON text, as
+    the API of OpenAI gives them, become a dict.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return None
+    found = [_message(one) for one in value]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _message(value: Any) -> Message | None:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return None
+    message = {str(key): one for key, one in value.items() if one is not None}
+    content = message.get("content")
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        content = "".join(part["text"] for part in content)
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            return None
+        message["tool_calls"] = [_call(call) for call in calls]
+        content = "" if calls and content is None else content
+    if not isinstance(content, str):
+        return None
+    return {**message, "content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: one for key, one in call.items() if one is not None}
+    function = found.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            return found
+        if isinstance(arguments, dict):
+            found["function"] = {**function, "arguments": arguments}
+    return found
+
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 # names of arguments of reward functions and environments that do not come from extra columns

@@ -24,8 +24,7 @@ from workbench.data.user_functions import (
 )
 from workbench.errors import BadInput, RewardError, StageError
 from workbench.errors.plain_text import shown
-from workbench.support.calls.limits import limits_of
-from workbench.support.calls.needs import check_needs
+from workbench.support.calls.limits import check_needs, limits_of
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant

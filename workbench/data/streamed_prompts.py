@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.data.conventions import convention_of
 from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
-from workbench.data.rows import Placed, Row
-from workbench.data.sources import Source, blocks_of, row_of
+from workbench.data.readers import Placed, Row
+from workbench.data.sources import Source, blocks_of, convention_of, row_of
 from workbench.errors import BadInput
 from workbench.support.validation import whole
 

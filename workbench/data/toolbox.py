@@ -25,7 +25,7 @@ from pydantic import Field
 from workbench.data.sandbox import REMEDY, check_sandbox, run_python
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
-from workbench.support.calls.needs import needs
+from workbench.support.calls.limits import needs
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
 
@@ -176,8 +176,7 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
 
 def _index(rows: Sequence[tuple[str, str]]) -> Path:
     """A database of these rows, made where it is missing."""
-    from workbench.support.files import private_folder
-    from workbench.support.home import home, locked
+    from workbench.support.files import home, locked, private_folder
 
     key = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
     folder = home() / "search"

@@ -32,7 +32,7 @@ from workbench.data.user_functions import short
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import is_text
-from workbench.support.calls.needs import check_needs
+from workbench.support.calls.limits import check_needs
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveFloat, PositiveInt, one_of
 
@@ -80,7 +80,7 @@ class Tool:
         """A tool of a function with types and a docstring. Raises `BadInput` for one without."""
         if isinstance(function, Tool):
             return function
-        from workbench.models.tool_schemas import schema_of
+        from workbench.models.turn_messages import schema_of
 
         if not callable(function):
             raise BadInput(f"a tool {function!r:.60}", "must be a function", "give functions: wb.Tools([add])")
@@ -205,7 +205,7 @@ class Tools:
         return (self.system or "").replace(PLACE, shown)
 
     def __workbench_needs__(self) -> None:
-        """Raise where one of the tools cannot work, see `workbench.support.calls.needs`."""
+        """Raise where one of the tools cannot work, see `workbench.support.calls.limits`."""
         for tool in self.by_name.values():
             check_needs(tool.function)
 

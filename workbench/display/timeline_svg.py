@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.display.folding import Folding
 from workbench.display.html import bytes_text, seconds_text
 from workbench.display.idle import CAUSES, UNCALLED, Gaps, Lane
-from workbench.display.lanes import Bar
+from workbench.display.lanes import Bar, Folding
 from workbench.display.palette import RoleStyle, role_styles
 
 BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heights, pixels

@@ -59,7 +59,7 @@ class WorkbenchError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it, in place of a traceback through our code."""
-        from workbench.errors.block import rendered
+        from workbench.errors.frames import rendered
 
         return rendered(self)
 

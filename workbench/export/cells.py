@@ -1,16 +1,23 @@
-"""What a notebook file holds: its cells, in the order of the page."""
+"""What a notebook file holds: its cells, in the order of the page.
+
+A cell as Python: IPython's own lines are translated where they mean something in a script, else refused by name.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Mapping
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.session.cell_history import digest_of
+from workbench.session.run_record import digest_of
 from workbench.support.files import path_of, read_json
 
 SKIPPED = "skip-export"  # a tag
@@ -118,3 +125,222 @@ def _cell(number: int, cell: Any) -> Cell:
         tags=frozenset(_of_type(tag, str, f"{where}, a tag") for tag in tags),
         count=count,
     )
+
+
+# They set up the notebook, look, or time; what they run, if anything, stays.
+SILENT = {
+    "alias", "autoawait", "autocall", "automagic", "autoreload", "colors", "config", "connect_info", "debug", "dhist",
+    "dirs", "doctest_mode", "gui", "hist", "history", "load_ext", "logoff", "logon", "logstart", "logstate", "logstop",
+    "ls", "lsmagic", "magic", "matplotlib", "notebook", "page", "pastebin", "pdb", "pdef", "pdoc", "pfile", "pinfo",
+    "pinfo2", "precision", "pprint", "psearch", "psource", "pwd", "pylab", "quickref", "recall", "reload_ext", "rep",
+    "tb", "unload_ext", "who", "who_ls", "whos", "xmode",
+}  # fmt: skip
+LOOKING_CELLS = {"html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG", "timeit", "mermaid"}
+BODIES = {"time", "capture", "prun"}  # cell magics whose body is what counts
+SHELL = "a shell command"
+ASIDE = "tag the cell `skip-export` if the script does not need it"
+
+
+def python_of(cell: Cell) -> str:
+    """The cell's text with IPython's syntax translated. `BadInput` names the cell and what cannot be in a script."""
+    text = _transformed(cell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tree = ast.parse(text)
+            # what no cell runs, but the body of `main` would: a `return` there would end the script
+            compile(text, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line, said = getattr(error, "lineno", None), getattr(error, "msg", error)
+            where = f", line {line}" if line else ""
+            raise BadInput(f"{cell}{where}: {said}", "cells are Python", "mend it, or tag it `skip-export`") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
+    return replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
+
+
+def left_out(cell: Cell) -> list[str]:
+    """The `%timeit` lines, and the shell lines that only show something, of a cell that `python_of` takes: a sentence
+    for each. A script leaves them out, `%timeit` with all that it runs."""
+    if "%timeit" not in cell.text and "!" not in cell.text:
+        return []
+    if cell.text.lstrip().startswith("%%timeit"):
+        head = cell.text.strip().partition("\n")[0].rstrip()
+        return [f"`{head}` is left out, with what it runs"]
+    told = []
+    for statement in ast.walk(ast.parse(_transformed(cell))):
+        call = _notebook_call(statement) if isinstance(statement, ast.stmt) else None
+        words = [str(one.value) for one in call.args if isinstance(one, ast.Constant)] if call else []
+        if words[:1] == ["timeit"]:
+            line = f"%{' '.join(words)}".rstrip()
+            told.append(f"`{line}` is left out, with what it runs")
+        elif call is not None and _is_shell(call):
+            told.append(f"`!{words[0]}` is left out: it only shows something")
+    return told
+
+
+def _transformed(cell: Cell) -> str:
+    """The cell's text with calls in place of IPython's lines, without the head of a cell magic."""
+    text = _cell_magic(cell) if cell.text.lstrip().startswith("%%") else cell.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return str(TransformerManager().transform_cell(text))
+
+
+def _cell_magic(cell: Cell) -> str:
+    """The body of a cell magic that runs Python; nothing of one that only shows something."""
+    head, _, body = cell.text.lstrip().partition("\n")
+    name = re.split(r"[\s]", head[2:].strip() + " ")[0]
+    if name in BODIES:
+        statement = head[2:].strip()[len(name) :].strip()
+        return f"{statement}\n{body}" if name == "time" and statement else body
+    if name in LOOKING_CELLS:
+        return ""
+    remedy = f"write it in Python, or {ASIDE}"
+    raise BadInput(f"{cell}: %%{name}", "a script is Python alone", remedy)
+
+
+def _notebook_call(statement: ast.stmt) -> ast.Call | None:
+    """The `get_ipython().run_line_magic(...)` or the like that a simple statement is, or assigns."""
+    value = getattr(statement, "value", None)
+    if not isinstance(statement, ast.Expr | ast.Assign) or not isinstance(value, ast.Call):
+        return None
+    called = value.func
+    if not (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call)):
+        return None
+    return value if isinstance(called.value.func, ast.Name) and called.value.func.id == "get_ipython" else None
+
+
+def _is_shell(call: ast.Call) -> bool:
+    """Whether it is what IPython makes of `!command`."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("system", "getoutput")
+
+
+def _translated(cell: Cell, statement: ast.stmt) -> str:
+    call = _notebook_call(statement)
+    assert call is not None and isinstance(call.func, ast.Attribute)
+    given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
+    if len(given) != len(call.args) or not given:
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+    if _is_shell(call):
+        if isinstance(statement, ast.Expr) and only_looks(given[0]):
+            return "pass"
+        what = "subprocess.run(..., check=True)" if call.func.attr == "system" else "subprocess.check_output(...)"
+        raise BadInput(f"{cell}: !{given[0]}", f"{SHELL} is not Python", f"write {what}, or {ASIDE}")
+    if call.func.attr != "run_line_magic":
+        raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
+    name, line = given[0], given[1].strip() if len(given) > 1 else ""
+    target = f"{ast.unparse(statement.targets[0])} = " if isinstance(statement, ast.Assign) else ""
+    if name in SILENT and not target:
+        return "pass"
+    if name == "timeit" and not target:
+        return "pass"
+    if name == "time" and line:
+        return target + line
+    module, meaning = MEANINGS.get(name, ("", lambda line: None))
+    found = meaning(line)
+    if found is None:
+        rule = f"{SHELL} is not Python" if name in ("sx", "system", "sc", "bash", "sh") else "a script is Python alone"
+        remedy = "declare what the script needs where it is installed" if name in ("pip", "conda", "uv") else ""
+        remedy = f"{remedy}, and {ASIDE}" if remedy else f"write it in Python, or {ASIDE}"
+        raise BadInput(f"{cell}: %{name} {line}".rstrip(), rule, remedy)
+    return f"import {module}; {target}{found}"
+
+
+def _env(line: str) -> str | None:
+    if not line:
+        return None
+    name, equals, value = line.partition("=")
+    if not equals:
+        name, _, value = line.partition(" ")
+        if not value:
+            return f"os.environ.get({name.strip()!r})"
+    if "$" in value or "{" in value:  # IPython would fill in a variable
+        return None
+    return f"os.environ[{name.strip()!r}] = {value.strip()!r}"
+
+
+def _run(line: str) -> str | None:
+    words = line.split()
+    if not words or words[0].startswith("-") or not words[0].endswith(".py") or len(words) > 1:
+        return None
+    return f"globals().update(runpy.run_path({words[0]!r}, run_name='__main__'))"
+
+
+def _cd(line: str) -> str | None:
+    return f"os.chdir(os.path.expanduser({line!r}))" if line and not line.startswith("-") else None
+
+
+# Magic -> the module that its translation needs, and the translation of its line; None where it has no meaning.
+MEANINGS: dict[str, tuple[str, Callable[[str], str | None]]] = {
+    "env": ("os", _env), "set_env": ("os", _env), "run": ("runpy", _run), "cd": ("os", _cd),
+}  # fmt: skip
+
+
+def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> str:
+    """The text with these parts of it exchanged, last first, so that places stay right."""
+    lines = text.split("\n")
+    for node, new in sorted(changes, key=lambda change: (-change[0].lineno, -change[0].col_offset)):
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        first, last = lines[node.lineno - 1].encode(), lines[node.end_lineno - 1].encode()
+        joined = first[: node.col_offset].decode() + new + last[node.end_col_offset :].decode()
+        lines[node.lineno - 1 : node.end_lineno] = [joined]
+    return "\n".join(lines)
+
+
+# --- shell lines that only show something, which a script leaves out ---
+
+# Programs that write nothing, whatever they are given.
+SHOWING_PROGRAMS = {
+    "cat", "cmp", "cut", "df", "diff", "du", "echo", "egrep", "fgrep", "free", "grep", "groups", "head", "id", "ls",
+    "lsblk", "lscpu", "lspci", "md5sum", "nproc", "printenv", "ps", "pwd", "sha256sum", "stat", "tail",
+    "uname", "uptime", "vmstat", "wc", "whereis", "which", "whoami",
+}  # fmt: skip
+# Programs that can also change something: what each argument is where they do not.
+CAREFUL = {
+    "date": r"\+.*|-[uIR]",
+    "hostname": r"-[fisId]",
+    "nvidia-smi": r"-L|-q|-x|-[id]|[\w.,]+|topo|-m|--(query-[\w-]+|format|id|list-gpus|query|display)(=.*)?",
+}
+# Programs with subcommands of which these only show something.
+SUBCOMMANDS = {
+    "conda": {"info", "list"}, "git": {"log", "rev-parse", "status"}, "pip": {"freeze", "list", "show"},
+    "wb": {"doctor", "ls"},
+}  # fmt: skip
+JOINED = {"|", "||", "&&", ";"}
+SILENCED = re.compile(r"\d?>\s*/dev/null(?=\s|$)|2>&1")
+FILLED_IN = re.compile(r"\$\w+|\{\w+\}")  # IPython puts the value of a variable there
+
+
+def only_looks(line: str) -> bool:
+    """Whether a shell line, as written behind `!`, changes no file, process or device: programs that only show
+    something, with pipes between them, no redirection to a file and nothing that the shell or Python would run first.
+    What is not known counts as a change."""
+    plain = SILENCED.sub("", FILLED_IN.sub("value", line))
+    if re.search(r"[$`{\n]", plain):
+        return False
+    words = shlex.shlex(plain, posix=True, punctuation_chars=True)
+    words.whitespace_split, words.commenters = True, ""
+    try:
+        found = list(words)
+    except ValueError:  # a quotation without an end
+        return False
+    commands: list[list[str]] = [[]]
+    for word in found:
+        if word in JOINED:
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return all(map(_looks, commands))
+
+
+def _looks(words: list[str]) -> bool:
+    if not words or any(re.fullmatch(r"[()<>|&;]+", word) for word in words):
+        return False
+    program, given = words[0], words[1:]
+    if program in SUBCOMMANDS:
+        return bool(given) and given[0] in SUBCOMMANDS[program] and not any(w.startswith("--output") for w in given)
+    if program in CAREFUL:
+        return all(re.fullmatch(CAREFUL[program], word) for word in given)
+    return program in SHOWING_PROGRAMS

@@ -15,15 +15,13 @@ from typing import Literal
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import escaped, plain_text
-from workbench.export.cells import Cell, Notebook, read_notebook
-from workbench.export.loops import Repeat, Step, found_repeats
-from workbench.export.moves import fold_moves, opening_of
+from workbench.export.cells import Cell, Notebook, left_out, read_notebook
+from workbench.export.loops import Repeat, Step, fold_moves, found_repeats, opening_of
 from workbench.export.parameters import TAGS, Parameter, possible_parameters, take_parameters
 from workbench.export.program import LINE_LENGTH, program, repeat_name
 from workbench.export.recorded import Record, as_run, as_written, doubts, find_record, read_record
 from workbench.export.selection import select
 from workbench.export.statements import Statement, statements_of
-from workbench.export.syntax import left_out
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED, path_of, write_bytes
 

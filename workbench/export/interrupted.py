@@ -1,14 +1,215 @@
-"""A cell that failed or was interrupted: the lines that do what it had done until then."""
+"""A cell that failed or was interrupted: the lines that do what it had done until then.
+
+What the record of a run says that algorithms and moves did, and the lines of a script that do the same.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from workbench.export.cells import Cell
-from workbench.export.made_calls import Made, MadeCall, Position, written
+from workbench.errors.plain_text import plain_text
+from workbench.export.cells import Cell, python_of
 from workbench.export.statements import first_line
-from workbench.export.syntax import python_of
+
+Position = tuple[int, int]  # in a cell's text: line, from 1, and column
+PLACEMENT = ("Placement.of", "Layout")
+SETTINGS = (
+    "wb.Sampling",
+    "wb.Correction",
+    "wb.ClipCov",
+    "wb.KLCov",
+    "wb.Context",
+)  # what a field of an algorithm may hold
+VALUES = (
+    ast.Expression | ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.Load | ast.UnaryOp | ast.USub
+)
+
+MOST = 10**6  # iterations of one call
+
+
+@dataclass(frozen=True)
+class MadeCall:
+    """One call of an algorithm's `run`, `iterate`, `step` or `restart`, or a "move".
+
+    name: the variable that held the algorithm, or the workbench that moved; "" for none. made_as: for that, the call
+    that makes such an algorithm. made: of which algorithm. iterations: that it ended. stages: what it made of the next
+    one. resumed: it began with the rest of an iteration. finished_later: another `run` took the stages over.
+    """
+
+    call: str
+    algorithm: str
+    name: str
+    made_as: str
+    made: object
+    lab: str
+    at: Position | None
+    by: str
+    iterations: int
+    stages: tuple[str, ...]
+    under_way: bool
+    resumed: bool
+    done: bool
+    placement: str = ""
+    finished_later: bool = False
+
+    @classmethod
+    def of(cls, kind: str, details: Mapping[str, Any]) -> MadeCall:
+        """From an event, which may come from a stranger: names that are none, and other calls, are dropped."""
+        title, lab = _name(details.get("algorithm")), _name(details.get("lab"))
+        own = (f"wb.{title}", title) if title else ()
+        stages, iterations = details.get("stages"), details.get("iterations")
+        return cls(
+            call="move" if kind == "move" else str(details.get("call")), algorithm=title or "an algorithm",
+            name=lab if kind == "move" else _name(details.get("name")),
+            made_as=expression(str(details.get("made_as", "")), own) or "", made=details.get("id"), lab=lab,
+            at=position_of(details.get("at")), by=_one_line(details.get("by") or "", 120),
+            iterations=min(max(iterations, 0), MOST) if isinstance(iterations, int) else 0,
+            stages=tuple(_one_line(stage, 60) for stage in stages) if isinstance(stages, list) else (),
+            under_way=bool(details.get("under_way")), resumed=bool(details.get("resumed")),
+            done=bool(details.get("done", True)),
+            placement=(expression(str(details.get("placement"))) or "") if kind == "move" else "",
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.call == "move":
+            return "a move to another placement"
+        ended = f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
+        return f"{self.algorithm}.{self.call}: {ended}" + (f", then {', '.join(self.stages)}" if self.stages else "")
+
+
+@dataclass
+class Made:
+    """What was called in one cell: calls of algorithms and moves, and stages, with where they stand in it."""
+
+    calls: list[MadeCall] = field(default_factory=list)
+    stages: list[tuple[Position | None, str]] = field(default_factory=list)
+
+    def add(self, other: Made) -> None:
+        self.calls += other.calls
+        self.stages += other.stages
+
+
+def resumed_later(calls: Sequence[MadeCall]) -> dict[int, MadeCall]:
+    """By `id`, the calls whose last iteration a later `run` finished, so marked."""
+    found: dict[int, MadeCall] = {}
+    last: dict[str, MadeCall] = {}
+    for call in calls:
+        if call.call == "move":
+            continue
+        before = last.get(call.algorithm)
+        if before is not None and call.resumed and before.under_way:
+            found[id(before)] = replace(before, finished_later=True)
+        last[call.algorithm] = call
+    return found
+
+
+def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list[str], set[str], list[str]]:
+    """Lines that do what the calls did; names that they need; and a sentence for each that cannot be written.
+
+    made_names: names of algorithms that no variable held, by which one it was; new ones are added.
+    """
+    lines: list[tuple[str, str, list[str]]] = []  # name, verb, and its arguments, an entry a call
+    needs: set[str] = set()
+    left: list[str] = []
+    for call in calls:
+        if not (call.iterations or call.stages or call.call in ("restart", "move")):
+            continue
+        name = call.name or made_names.get(str(call.made), "")
+        if call.call == "move":
+            if not (name and call.placement):
+                left.append(f"{call}, of a workbench that no variable held")
+                continue
+            lines.append((name, "move", [call.placement]))
+            needs |= {name, "wb"}
+            continue
+        if not name and not (call.made_as and call.lab):
+            left.append(f"{call}, of an algorithm that no variable held; give it a name in a cell")
+            continue
+        if not name:
+            name = f"panel_{call.algorithm.lower()}"
+            name += f"_{len(made_names) + 1}" * (name in made_names.values())
+            made_names[str(call.made)] = name
+            lines.append((name, "=", [re.sub(r"\blab\b", call.lab, call.made_as, count=1)]))
+            needs |= {call.lab, *({"wb"} if call.made_as.startswith("wb.") else {call.algorithm})}
+        needs |= {name} if call.name else set()
+        _add(lines, name, call)
+    return [_line(*one) for one in lines], needs, left
+
+
+def _add(lines: list[tuple[str, str, list[str]]], name: str, call: MadeCall) -> None:
+    """The lines of one call of an algorithm, joined with those before it."""
+    if call.call == "restart":
+        lines.append((name, "restart", []))
+    elif call.iterations and call.call == "run":
+        if not (lines and lines[-1][:2] == (name, "run")):
+            lines.append((name, "run", []))
+        lines[-1][2].extend(["1"] * call.iterations)
+    elif call.iterations:
+        if lines and lines[-1][:2] == (name, "step"):
+            lines.pop()  # it does the rest
+        lines.append((name, "iterate", []))
+    if call.stages and not call.finished_later:
+        if not (lines and lines[-1][:2] == (name, "step")):
+            lines.append((name, "step", []))
+        lines[-1][2].extend(call.stages)
+        if not call.done and not call.under_way and call.call != "step":
+            lines.append((name, "restart", []))
+
+
+def _line(name: str, verb: str, given: list[str]) -> str:
+    if verb == "=":
+        return f"{name} = {given[0]}"
+    if verb == "step":
+        stages = ", ".join(given)
+        one = f"{name}.step()  # {stages}"
+        return one if len(given) == 1 else f"for _ in range({len(given)}):\n    {one}"
+    return f"{name}.{verb}({len(given) if verb == 'run' else ', '.join(given)})"
+
+
+def expression(text: str, callables: Sequence[str] = ()) -> str | None:
+    """A recorded placement, or algorithm, as a script writes it; None for another text: a record may come from a
+    stranger. callables: what may be called beside a placement and settings of the workbench."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
+        return None
+    called = {*callables, *SETTINGS} if callables else {*PLACEMENT}
+    names = called | ({"wb", "lab"} if callables else {"Placement"})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) not in called:
+                return None
+        elif isinstance(node, ast.Name | ast.Attribute):
+            if ast.unparse(node) not in names:
+                return None
+        elif not isinstance(node, VALUES):
+            return None
+    written = ast.unparse(tree)
+    return (
+        written if callables else written.replace("Placement.of(", "wb.Placement.of(").replace("Layout(", "wb.Layout(")
+    )
+
+
+def position_of(given: Any) -> Position | None:
+    """A recorded position; None for anything else."""
+    if isinstance(given, list | tuple) and len(given) == 2 and all(isinstance(n, int) for n in given):
+        return given[0], given[1]
+    return None
+
+
+def _name(given: Any) -> str:
+    good = isinstance(given, str) and given.isidentifier() and not keyword.iskeyword(given)
+    return given if good else ""
+
+
+def _one_line(given: object, most: int) -> str:
+    return plain_text(" ".join(str(given).split()))[:most]
+
 
 MULTIPLIED = ast.For | ast.While | ast.AsyncFor | ast.comprehension
 
@@ -109,9 +310,9 @@ def _with_count(node: ast.stmt, call: MadeCall) -> str:
     count = ast.Constant(call.iterations)
     if value.args:
         value.args[0] = count
-    for keyword in value.keywords:
-        if keyword.arg == "iterations":
-            keyword.value = count
+    for given in value.keywords:
+        if given.arg == "iterations":
+            given.value = count
     return ast.unparse(value)
 
 

@@ -1,14 +1,125 @@
-"""Stages that were stepped by hand several times with the same lines: a loop."""
+"""Stages that were stepped by hand several times with the same lines: a loop.
+
+A placement that was changed while the models lived: in a script, the placement that it opens with.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workbench.export.cells import Cell
-from workbench.export.moves import WORKBENCH, opening_of
-from workbench.export.statements import Statement, at_margin, root
+from workbench.export.cells import Cell, replaced
+from workbench.export.statements import Statement, at_margin, builtin, root
+
+MOVES = {"move", "relayout", "resize"}
+WORKBENCH = {"wb", "workbench"}  # names of the module
+
+
+def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> tuple[list[Statement], list[str]]:
+    """The program without its moves, each workbench opened where it ended; and notes on what was done.
+
+    recorded: name of a workbench -> the placement that it had at the end, as an expression: also of a move that was
+    made by hand in a panel.
+    """
+    result, told = list(statements), []
+    for place, statement in enumerate(statements):
+        opening = opening_of(statement)
+        if opening is None:
+            continue
+        for name in statement.names.binds:
+            moves = [s for s in statements if any(_is_move(node, name) for node in at_margin([s.node]))]
+            known = recorded.get(_title(opening))
+            if not moves and known is None:
+                continue
+            cells = ", ".join(dict.fromkeys(str(s.cell) for s in moves)) or "a panel"
+            obstacle = _obstacle(name, opening, statements, moves)
+            target = known
+            if target is None and not obstacle:
+                target, obstacle = _last_target(moves[-1], statements, place)
+            if target is None or obstacle:
+                told.append(f"the moves of {cells} stay steps of the script: {obstacle}")
+                continue
+            result = [s for s in result if s not in moves]
+            at = result.index(statement)
+            result[at] = _with_placement(statement, target)
+            if result[at].text != statement.text:
+                told.append(f"{name} opens with the placement that {cells} gave it (`--moves steps` keeps the moves)")
+    return result, told
+
+
+def opening_of(statement: Statement) -> ast.Call | None:
+    """The `wb.open(...)` that a statement assigns."""
+    return _call_of_workbench(statement, "open")
+
+
+def _call_of_workbench(statement: Statement, method: str) -> ast.Call | None:
+    call = statement.node.value if isinstance(statement.node, ast.Assign) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method):
+        return None
+    return call if root(call) in WORKBENCH else None
+
+
+def _title(call: ast.Call) -> str:
+    """The name that the workbench is opened with; "" where the text does not say it."""
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "name")]
+    if not given:
+        return "lab"
+    return str(given[0].value) if isinstance(given[0], ast.Constant) else ""
+
+
+def _is_move(node: ast.AST | None, lab: str) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    return node.func.attr in MOVES and root(node) == lab
+
+
+def _obstacle(name: str, opening: ast.Call, statements: Sequence[Statement], moves: Sequence[Statement]) -> str:
+    """Why the moves cannot become the placement of the opening, whatever it is; "" if they can."""
+    given = {keyword.arg for keyword in opening.keywords}
+    if "placement" not in given and None in given:
+        return "what `wb.open` is given stands in a dict"
+    # `lab = wb.attach(title)` gives, in the script's one process, what was opened
+    attached = [call for s in statements if (call := _call_of_workbench(s, "attach")) and name in s.names.binds]
+    again = sum(name in s.names.binds for s in statements) - sum(_title(c) == _title(opening) for c in attached)
+    if again > 1:
+        return f"{name!r} is made more than once"
+    if not all(isinstance(s.node, ast.Expr | ast.Assign) and _is_move(s.node.value, name) for s in moves):
+        return "they stand inside of other lines"
+    bound = {n for s in moves for n in s.names.binds}
+    read = sorted(bound & {n for s in statements if s not in moves for n in s.names.needs})
+    return f"what they return, {read[0]!r}, is used" if read else ""
+
+
+def _last_target(move: Statement, statements: Sequence[Statement], place: int) -> tuple[str, str]:
+    """The placement of the last move, as an expression that can be evaluated where the workbench opens; or "" and the
+    reason."""
+    call = getattr(move.node, "value", None)
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    if call.func.attr != "move" or not isinstance(call.func.value, ast.Name) or len(call.args) != 1:
+        return "", "where they lead to is known only when they are run; a record of the run would tell"
+    before = {n for s in statements[:place] for n in s.names.binds}
+    later = {n for s in statements[place:] for n in s.names.binds}
+    names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name) and not builtin(node.id)}
+    late = sorted(n for n in names if n not in before or n in later)
+    return ("", f"{late[0]!r} is made after the workbench is opened") if late else (ast.unparse(call.args[0]), "")
+
+
+def _with_placement(statement: Statement, placement: str) -> Statement:
+    """The opening with another placement."""
+    call = opening_of(statement)
+    assert call is not None
+    for keyword in call.keywords:
+        if keyword.arg == "placement":
+            return statement.with_text(replaced(statement.text, [(keyword.value, placement)]))
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if not given:
+        return statement.with_text(
+            replaced(statement.text, [(call, f"{ast.unparse(call.func)}(placement={placement})")])
+        )
+    last = max(given, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0))
+    text = ast.get_source_segment(statement.text, last)
+    return statement.with_text(replaced(statement.text, [(last, f"{text}, placement={placement}")]))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.export.cells import Cell
 from workbench.export.parameters import TAGS, take_parameters
 from workbench.export.statements import statements_of
-from workbench.support.files import write_bytes
-from workbench.support.home import KEY_FILE, home, signing_key
+from workbench.support.files import KEY_FILE, home, signing_key, write_bytes
 from workbench.telemetry.store import TelemetryStore
 
 TIMES = ("_s", "_per_s", "_seconds")  # how long something took is not a number to prove

@@ -13,12 +13,10 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.export.cells import Cell, Notebook
-from workbench.export.interrupted import done_of
-from workbench.export.made_calls import Made, MadeCall, expression, position_of, resumed_later, written
+from workbench.export.cells import Cell, Notebook, python_of
+from workbench.export.interrupted import Made, MadeCall, done_of, expression, position_of, resumed_later, written
 from workbench.export.statements import Statement, statements_of
-from workbench.export.syntax import python_of
-from workbench.session.cell_history import RunCell
+from workbench.session.run_record import RunCell
 from workbench.telemetry.store import TelemetryStore
 
 ALGORITHM, EVENT = "algorithm", "setting"  # events of calls of algorithms, and of settings that changed

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from workbench.errors import BadInput
-from workbench.export.cells import Cell
-from workbench.export.syntax import python_of
+from workbench.export.cells import Cell, python_of
 
 AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")  # scopes of their own that run at once
 IN_PLACE = (ast.Subscript, ast.Attribute)

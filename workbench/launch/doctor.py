@@ -23,8 +23,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from workbench.support.gpus import Gpu, read_gpus
-from workbench.support.machine import cores
+from workbench.support.machine import Gpu, cores, read_gpus
 
 PROBE_TIMEOUT_S = 180
 MAKE = "run `make`, or install the extra that pyproject.toml names for it"
@@ -313,7 +312,7 @@ def _machine() -> Iterator[Check]:
 
 def _bundled_model() -> Check:
     from workbench.errors import WorkbenchError
-    from workbench.models.bundled import gguf_path
+    from workbench.models.resolve import gguf_path
 
     try:
         found, remedy = f"smollm2-135m in {gguf_path('smollm2-135m').parent.name}", ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from workbench.checks.evaluation_frame import Evaluation
+from workbench.checks.compare_evaluations import Evaluation
 from workbench.conversations.endpoint import Endpoint
 from workbench.data import verifiers
 from workbench.errors import BadInput

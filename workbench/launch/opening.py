@@ -1,46 +1,120 @@
-"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`."""
+"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`.
+
+What is printed when a workbench has been opened.
+
+Whether a placement fits into the memory of this machine, before a host starts.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from workbench.backends import registry
-from workbench.backends.cluster import start_ahead, stop_idle_head
+from workbench.backends.cluster import joined_address, joined_head, start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
 from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
+from workbench.data.prompts import Prompts
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
-from workbench.errors import DevicesTaken, NameTaken, WorkbenchError
+from workbench.errors import BadInput, DevicesTaken, NameTaken, WorkbenchError
 from workbench.launch import arguments
 from workbench.launch.arguments import overridable
-from workbench.launch.fit import check_memory, processes_of
-from workbench.launch.notes import say_at_opening
+from workbench.models.chat_format import template_doubts
 from workbench.placement import Placement
-from workbench.session.cell_history import record_cells
+from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.checkpoint import find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.journal import SessionJournal, read_journal
-from workbench.session.run_record import write_run_record
-from workbench.session.taking_over import take_over as take_over_session
+from workbench.session.recovering import take_over as take_over_session
+from workbench.session.run_record import record_cells, write_run_record
 from workbench.settings.engines import Generation, ShareMemory
 from workbench.settings.training import Training
 from workbench.support.checked_calls import checked_call
-from workbench.support.files import check_room, private_folder, real_path
-from workbench.support.gpus import read_gpus
-from workbench.support.home import locked
-from workbench.support.machine import cores
+from workbench.support.files import check_room, locked, private_folder, real_path
+from workbench.support.machine import available_bytes, cores, gpu_bytes, read_gpus
+from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    """The processes of this machine in which the workbench of that name lives; inline, this one."""
+    record = registry.find(name)
+    if record is None:
+        return [psutil.Process()]
+    return [here for process in record.hosts.values() if (here := process.here)]
+
+
+def check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
+    """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
+    machines have is not known. replaced: whose memory will be free."""
+    ray = sys.modules.get("ray")
+    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to a cluster of any kind
+    if description.address is not None or (joined and joined_address(ray)):
+        return
+    mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
+    if description.device == "cuda":
+        has = gpu_bytes()
+    else:
+        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
+    if has is None:
+        return
+    models, gpu = description.role_models(), has if description.device == "cuda" else None
+    try:
+        estimate = estimate_memory(
+            description.placement, models, device=description.device, device_bytes=gpu,
+            take_turns=description.takes_turns,
+        )  # fmt: skip
+    except BadInput:  # a model whose weights cannot be told from its configuration may well load
+        return
+    doubt = check_fit(estimate, has_bytes=has, models=models)
+    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for
+    others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
+    if any(others):
+        try:
+            doubt = check_fit(estimate, has_bytes=has - others[0], models=models)
+        except BadInput as error:
+            raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
+    if doubt:
+        warnings.warn(doubt, stacklevel=7)  # in the line that opens
+
+
+def say_at_opening(lab: Workbench) -> None:
+    """Print what a user should know before the first stage: how prompts were read, doubtful settings, how long it
+    lives."""
+    description = lab.description
+    for told in _about_prompts(lab):
+        print(told)
+    for role, model in description.models.items():
+        if model.trained and model.training is not None and (doubt := model.training.doubt(role)):
+            print(doubt)
+    if in_notebook() and description.backend == "ray":
+        name = lab.name
+        print(f"{name} lives on when this kernel ends (wb.attach({name!r})), until lab.close() or `wb stop {name}`")
+
+
+def _about_prompts(lab: Workbench) -> list[str]:
+    """How the rows were read, and what would go wrong with them without a word."""
+    source = lab.prompts.source
+    read = [f"prompts are read as {source.read_as}"] if source is not None and source.read_as else []
+    first = source.at(source.position) if isinstance(source, Prompts) else None
+    known = (first.prompt_ids, first.prompt) if first is not None else ()
+    return read + template_doubts(lab.runner.batches.tokenizer, *known)
+
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry
 

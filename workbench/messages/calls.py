@@ -1,18 +1,201 @@
-"""What the controller sends to a host for one stage."""
+"""What the controller sends to a host for one stage.
+
+The answer of a rank for one stage, and how the answers of all ranks are joined.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from workbench.batches.columns import ColumnValues, Table
 from workbench.batches.location import Pull, pack
-from workbench.messages.replies import UpdatePart
+from workbench.batches.schema import ScoredRows
+from workbench.errors import StageError, WorkbenchError
+from workbench.errors.frames import Frame, Raised, chain_of, is_users
+from workbench.errors.plain_text import said
+from workbench.messages.metrics import Metric, Metrics
 from workbench.placement import host_name
 from workbench.settings.engines import ShareMemory
 from workbench.settings.training import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedRows:
+    """Rows of a rank for which a function of the user's failed: how many, the number in the batch of the first, and
+    its error. not_asked: of these, those that were not asked any more. most: the share of rows that may fail."""
+
+    count: int
+    not_asked: int
+    row: int
+    most: float
+    first: Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What an operation gives on one rank: new columns (rows as in its shard), metrics, meta for the batch, a value.
+
+    metrics: by name; a plain number is a `Mean` that counts once for each rank. notes: what is to be said in the cell,
+    such as why an optimizer step was skipped. failed: rows that are in the columns, and failed. scored: of rewards.
+    """
+
+    columns: Table = field(default_factory=dict)
+    metrics: Mapping[str, Metric | float] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    value: Any = None
+    failed: FailedRows | None = None
+    scored: ScoredRows | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePart:
+    """How far a rank came with an update before it stopped: optimizer steps taken, of how many, and their metrics."""
+
+    steps: int
+    of: int
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSummary:
+    """dtype, shape of a row and bytes of one rank's part of a column."""
+
+    dtype: str
+    row_shape: tuple[int | str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(('rows', *map(str, self.row_shape)))}]"
+
+
+class PeerFailed(StageError):
+    """On this rank nothing went wrong: it did not begin, because another rank of the stage could not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The answer of one rank to the controller, without tensors. stopped: where a stopped rank left the stage."""
+
+    rank: int
+    columns: dict[str, ColumnSummary]
+    metrics: Metrics
+    meta: Mapping[str, Any]
+    value: Any
+    spans: list[Any]
+    transfers: list[Any]
+    syncs: list[Any]
+    notes: tuple[str, ...] = ()
+    failure: Failure | None = None
+    stopped: UpdatePart | None = None
+    failed: FailedRows | None = None
+    scored: ScoredRows | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank's error: its class's name, message, frames (see `chain_of`), and the exception itself.
+
+    remedy: a remedy that the host knows. says_all: an error of ours without frames of the user's code: its message is
+    enough.
+    Inline the exception keeps its traceback, so that `%debug` enters the frames of the worker and of the user's own
+    functions (`exceptions` lists the chain there). Sent from another process it arrives without, or not at all where it
+    does not pickle.
+    """
+
+    kind: str
+    message: str
+    chain: tuple[Raised, ...]
+    error: BaseException | None
+    remedy: str = ""
+    says_all: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, remedy: str = "") -> Failure:
+        """From an exception that was just caught."""
+        chain = chain_of(error)
+        if isinstance(error, WorkbenchError) and len(chain) > 1 and not _of_user(chain[-1]):
+            chain = chain[:-1]  # its message is the whole error's, and how a function was called is no news
+        says_all = isinstance(error, WorkbenchError) and not any(map(_of_user, chain))
+        return cls(
+            kind=type(error).__name__, message=said(error), chain=chain, error=error, remedy=remedy, says_all=says_all
+        )
+
+    @property
+    def traceback(self) -> str:
+        """Its frames as text."""
+        return "\n".join(line for raised in self.chain for line in raised.lines({}))
+
+    @property
+    def likeness(self) -> tuple[Any, ...]:
+        """Equal for failures of ranks that are told as one: raised at the same lines, or where none is known in the
+        same words."""
+        if not self.chain:
+            return self.kind, self.message
+        return self.kind, tuple((raised.kind, raised.frames) for raised in self.chain)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        try:
+            pickle.loads(pickle.dumps(self.error))
+        except BaseException:  # that of any class
+            state["error"] = None
+        if self.error is not None:  # its frames hold on to this process's tensors
+            self.error.__traceback__ = None
+        return state
+
+
+def _of_user(raised: Raised) -> bool:
+    return any(isinstance(frame, Frame) and is_users(frame.file) for frame in raised.frames)
+
+
+def column_summary(column: ColumnValues) -> ColumnSummary:
+    """Describe one rank's part of a column."""
+    from workbench.batches.columns import describe, nbytes
+
+    dtype, row_shape = describe(column)
+    return ColumnSummary(dtype=dtype, row_shape=row_shape, nbytes=nbytes(column))
+
+
+def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) -> dict[str, ColumnSummary]:
+    """The columns of the ranks that make a stage's result, by name; bytes of all of them.
+
+    Raises `StageError` naming operation, rank and column where ranks returned different columns, or not what the
+    operation is registered to write. where: the operation, as "actor.compute_log_prob".
+    """
+    first = replies[0]
+    expected = list(dict.fromkeys((*writes, *first.columns)))
+    for reply in replies:
+        missing = [name for name in expected if name not in reply.columns]
+        if missing:
+            raise StageError(
+                f"{where} returned no column {missing[0]!r} on rank {reply.rank}",
+                f"it is registered with writes={tuple(writes)!r}" if missing[0] in writes else f"rank {first.rank} did",
+                "every rank returns Output(columns={...}) with the same names",
+            )
+        more = [name for name in reply.columns if name not in expected]
+        if more:
+            raise StageError(
+                f"{where} returned column {more[0]!r} on rank {reply.rank}",
+                f"rank {first.rank} did not",
+                "every rank returns Output(columns={...}) with the same names",
+            )
+        for name, column in reply.columns.items():
+            if (column.dtype, column.row_shape) != (first.columns[name].dtype, first.columns[name].row_shape):
+                raise StageError(
+                    f"{where} returned column {name!r} as {column} on rank {reply.rank}, "
+                    f"as {first.columns[name]} on rank {first.rank}",
+                    "a column has one dtype and one shape of a row",
+                )
+    return {
+        name: replace(column, nbytes=sum(reply.columns[name].nbytes for reply in replies))
+        for name, column in first.columns.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

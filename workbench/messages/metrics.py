@@ -1,4 +1,7 @@
-"""Metrics of a stage: they add up over micro-batches and ranks."""
+"""Metrics of a stage: they add up over micro-batches and ranks.
+
+The metrics of a stage, for people.
+"""
 
 from __future__ import annotations
 
@@ -117,3 +120,12 @@ def as_metrics(given: Mapping[str, Metric | float]) -> Metrics:
                 "turn a tensor into a number with float(tensor)",
             )
     return metrics
+
+
+class MetricValues(dict[str, float]):
+    """Metrics by name, shown as a table."""
+
+    def _repr_html_(self) -> str:
+        from workbench.display.html import table
+
+        return table([{"metric": name, "value": f"{value:.6g}"} for name, value in self.items()], max_rows=60)

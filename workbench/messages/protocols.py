@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.batches.balance import Chunks
+from workbench.batches.location import Chunks
 from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.support.checked_calls import checked_call

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from workbench.models.bundled import BUNDLED, TINY
-from workbench.models.resolve import resolve
+from workbench.models.resolve import BUNDLED, TINY, resolve
 from workbench.models.tokenizers import load_tokenizer, render_prompt
 
 if TYPE_CHECKING:

@@ -1,4 +1,9 @@
-"""How prompts become a chat: the system prompt, tools, arguments of the template, and how the answer begins."""
+"""How prompts become a chat: the system prompt, tools, arguments of the template, and how the answer begins.
+
+Who wrote each token of a prompt: the chat template, or the message of a role.
+
+What about a tokenizer and its chat template would go wrong without a word, told when a workbench opens.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTokens
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
+from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import rendered
-from workbench.models.tokenizers import is_text
-from workbench.models.tool_schemas import schema_of
+from workbench.models.tokenizers import TURN, differing_ends, is_text, special_tokens
+from workbench.models.turn_messages import schema_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 # what the template is given in other ways
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -108,3 +115,118 @@ def check_chat(chat: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _refuse(name: str, value: Any, rule: str, remedy: str) -> NoReturn:
     raise BadInput(f"ChatFormat.{name}={shown(value)}", rule, f"write {remedy}" if "=" in remedy else remedy)
+
+
+Span = tuple[int, int, str]
+MARK = "\u2042"  # no template writes it
+
+
+def written_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], name: str,
+    chat: ChatFormat | None = None,
+) -> WrittenTokens:  # fmt: skip
+    """The tokens of a prompt with who wrote them. prompt: a text, which went through the template if its ids say so, or
+    messages. Where the text behind the ids is not known, as of a tokenizer without offsets, the writer is "other"."""
+    chat = chat or ChatFormat()
+    messages = chat.messages(prompt)
+    plain_text = [prompt] if isinstance(prompt, str) else []
+    tries = [(text, [(0, len(text), "user")], adds) for text in plain_text for adds in (True, False)]
+    if tokenizer.chat_template:
+        text = chat.text(tokenizer, messages)
+        spans = _spans(tokenizer, text, messages, chat)
+        start = len(text) - len(chat.prefill)
+        tries.insert(0, (text, [*spans, (start, len(text), "assistant")], False))
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for text, spans, adds in tries if tokenizer.is_fast else ():
+        read = tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)
+        if list(read["input_ids"])[: len(token_ids)] == list(token_ids):  # the tokenizer may put an end behind a text
+            found = [
+                _token(tokenizer, number, text, start, end, spans, number in special)
+                for number, (start, end) in zip(token_ids, read["offset_mapping"], strict=False)
+            ]
+            return WrittenTokens(tuple(found), name)
+    plain = [WrittenToken(n, str(tokenizer.decode([n])), "other", n in special) for n in token_ids]
+    return WrittenTokens(tuple(plain), name)
+
+
+def _token(
+    tokenizer: PreTrainedTokenizerBase, number: int, text: str, start: int, end: int, spans: Sequence[Span],
+    special: bool,
+) -> WrittenToken:  # fmt: skip
+    shown = str(tokenizer.convert_ids_to_tokens(number)) if special else text[start:end]
+    writer = next((who for first, last, who in spans if first <= start < last), TEMPLATE)
+    return WrittenToken(number, shown, TEMPLATE if special and start == end else writer, special)
+
+
+def _spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, messages: Sequence[Mapping[str, Any]], chat: ChatFormat
+) -> list[Span]:
+    """Where the messages stand in what the template made of them: between what it writes around marks in their place,
+    which it may strip. None of those from where on it wrote something else around the marks."""
+    said = [str(message.get("content") or "") for message in messages]
+    marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
+    marked = chat.text(tokenizer, [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+    found, at = list[Span](), 0
+    for n, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+        before, there, marked = marked.partition(mark)
+        behind = marked.partition(marks[n + 1])[0] if n + 1 < len(marks) else marked
+        start = at + len(before)
+        content = next((c for c in (said[n], said[n].strip()) if text.startswith(c + behind, start)), None)
+        if not there or content is None or text[at:start] != before:
+            return found
+        at = start + len(content)
+        found.append((start, at, message["role"] if message["role"] in WRITERS else "other"))
+    return found
+
+
+def template_doubts(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = ""
+) -> list[str]:  # fmt: skip
+    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt."""
+    ends = differing_ends(tokenizer), _end(tokenizer)
+    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text)) if one]
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Whether the end that the template writes behind a turn is a text at which generation does not stop."""
+    if not tokenizer.chat_template:
+        return ""
+    turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
+    try:
+        whole = rendered(tokenizer, turns, next_turn=False)
+    except BadInput:
+        return ""
+    behind = whole.rpartition(TURN)[2].strip() if TURN in whole else ""
+    if not behind or any(behind.startswith(token) for token in special_tokens(tokenizer)):
+        return ""
+    return (
+        f"the chat template of {tokenizer.name_or_path!r} ends a turn with {behind!r:.40}, which is no special token: "
+        f"generation does not stop there. Set wb.Sampling(stop=[{behind!r:.40}])"
+    )
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
+    if tokenizer.bos_token_id is None or list(prompt_ids[:2]) != [tokenizer.bos_token_id] * 2:
+        return ""
+    return (
+        f"prompts begin with two {tokenizer.bos_token!r} (BOS): the chat template writes it twice, or a message begins "
+        "with it. Models are trained with one: give texts that are rendered already with chat=False, or take it out of "
+        "chat_template in the model's folder"
+    )
+
+
+def _trip(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Whether a text becomes another one as token ids. A space at its ends may be lost."""
+    if not text:
+        return ""
+    back = str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False, verbose=False)))
+    if back.strip() == text.strip():
+        return ""
+    pairs = enumerate(zip(text, back, strict=False))
+    at = next((i for i, (one, two) in pairs if one != two), min(len(text), len(back)))
+    before, after = (plain_text(one[max(0, at - 10) : at + 20], 40) for one in (text, back))
+    return (
+        f"the tokenizer of {tokenizer.name_or_path!r} does not give texts back: {before!r} comes back as {after!r}, "
+        "and that is what reward functions read. Set clean_up_tokenization_spaces=false in tokenizer_config.json where "
+        "spaces differ, or take a tokenizer that does not change texts"
+    )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import MissingDependency
-from workbench.support.home import home
+from workbench.support.files import home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

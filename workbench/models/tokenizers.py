@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
-from workbench.models.bundled import BUNDLED, gguf_path, is_converted
 from workbench.models.chat_template import rendered
-from workbench.models.quiet import no_chatter, quiet_transformers
-from workbench.models.resolve import resolve
+from workbench.models.resolve import BUNDLED, gguf_path, is_converted, no_chatter, quiet_transformers, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

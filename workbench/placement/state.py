@@ -12,8 +12,7 @@ from typing import Any
 from workbench.placement.memory import ALIGNMENT, blocks_8bit, padded
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
-from workbench.resharding.distribution import Distribution, WeightShard
-from workbench.resharding.plan import Reshard
+from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.settings.layout import Layout
 from workbench.settings.training import Training

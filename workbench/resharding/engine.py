@@ -8,12 +8,16 @@
 
 Where a training slice lies inside a generation slice there is one memory for both: the training tensor is turned into
 a view of the generation tensor (HybridFlow, arXiv:2409.19256, section 5.3), and `restore` turns it back.
+
+Boxes of a weight as views of the tensor in which a rank holds them.
+
+Checksums of slices in the memory of sender and receiver: whether what arrived is what was sent.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +27,114 @@ from torch import Tensor
 from workbench.errors import BadInput
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box
-from workbench.resharding.checksums import Arrival, Checksums
-from workbench.resharding.distribution import WeightShard
-from workbench.resharding.plan import Plan
-from workbench.resharding.views import fill, shared, view_of
+from workbench.resharding.plan import Plan, WeightShard
 from workbench.resharding.weights import Weight
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(view: Tensor, first_row: int) -> Tensor:
+    """The checksum of the bits of a slice [rows, columns] whose first row is `first_row` of its weight: int64, a
+    scalar.
+
+    Each row's elements are summed as integers of their own size, which wrap around, and the rows weighted by their
+    number. Any changed bit changes it, and so do rows that change places.
+    """
+    integers = view.view(_INTEGERS[view.element_size()])
+    rows = integers.sum(1, dtype=integers.dtype).long()
+    return (rows * torch.arange(first_row + 1, first_row + 1 + len(rows), device=rows.device)).sum()
+
+
+def checksums_of(views: Sequence[Tensor], slices: Sequence[tuple[str, Box]]) -> list[int]:
+    sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
+    return torch.stack(sums).tolist() if sums else []  # one wait for a GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What this rank received in a transition, compared with what was sent to it.
+
+    sent, received: sums, modulo 2^64, of all checksums by the senders and by this rank. differ: (weight, rank that sent
+    it) of those that are not equal.
+    """
+
+    sent: int = 0
+    received: int = 0
+    differ: tuple[tuple[str, int], ...] = ()
+
+    def with_slices(self, rank: int, names: Sequence[str], sent: Sequence[int], received: Sequence[int]) -> Arrival:
+        """This, and slices of weights from `rank`, with the checksum of each at both ends."""
+        odd = [(name, rank) for name, theirs, mine in zip(names, sent, received, strict=True) if theirs != mine]
+        return Arrival(
+            sent=(self.sent + sum(sent)) % 2**64,
+            received=(self.received + sum(received)) % 2**64,
+            differ=tuple(dict.fromkeys([*self.differ, *odd])),
+        )
+
+
+class Checksums:
+    """Checksums of what went one way, summed by the rank at the other end and by weight."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, ranks: Iterable[int], slices: Sequence[tuple[str, Box]], views: Sequence[Tensor]) -> None:
+        """Add slices that went to each of `ranks`, or came from them. views: of the slices, [rows, columns]."""
+        sums = [checksum(view, box[0]) for (_, box), view in zip(slices, views, strict=True)]
+        for rank in ranks:
+            mine = self._sums.setdefault(rank, {})
+            for (name, _), found in zip(slices, sums, strict=True):
+                mine[name] = mine[name] + found if name in mine else found
+
+    def take(self) -> dict[int, tuple[list[str], Tensor]]:
+        """By rank: names of weights, in an order that both ends know, and their sums [names]; then all are reset."""
+        sums, self._sums = self._sums, {}
+        return {rank: (sorted(mine), torch.stack([mine[name] for name in sorted(mine)])) for rank, mine in sums.items()}
+
+
+def blocks(tensor: Tensor, shard: WeightShard) -> Iterator[tuple[Box, Tensor]]:
+    """Each box of a shard and its elements in the shard's tensor, a view [rows, columns]."""
+    sizes = [boxes.size((box,)) for box in shard.boxes]
+    parts = (tensor,) if len(sizes) == 1 else tensor.view(-1).split(sizes)
+    for box, part in zip(shard.boxes, parts if sizes else (), strict=True):
+        yield box, part.view(box[1] - box[0], box[3] - box[2])
+
+
+def view_of(tensor: Tensor, shard: WeightShard, box: Box) -> Tensor:
+    """The elements of `box`, which lies inside one box of the shard, as a view [rows, columns] of its tensor."""
+    for (r0, r1, c0, c1), block in blocks(tensor, shard):
+        if r0 <= box[0] and box[1] <= r1 and c0 <= box[2] and box[3] <= c1:
+            return block[box[0] - r0 : box[1] - r0, box[2] - c0 : box[3] - c0]
+    raise ValueError(f"{box} lies in none of {shard.boxes}")
+
+
+def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard) -> None:
+    """Copy what two shards of a weight have in common from the tensor of one to that of the other."""
+    for box, block in blocks(source, held):
+        for common in boxes.intersect((box,), wanted.boxes):
+            r0, r1, c0, c1 = common
+            view_of(target, wanted, common).copy_(block[r0 - box[0] : r1 - box[0], c0 - box[2] : c1 - box[2]])
+
+
+def shared(tensor: Tensor, shard: WeightShard, inner: WeightShard) -> Tensor | None:
+    """The tensor of the shard `inner` as a view of the tensor of `shard`; None where its boxes are not one piece
+    there."""
+    if not inner.boxes or boxes.subtract(inner.boxes, shard.boxes):
+        return None
+    try:
+        pieces = [view_of(tensor, shard, box) for box in inner.boxes]
+        if len(pieces) == 1:
+            return pieces[0].view(inner.shape)
+    except (ValueError, RuntimeError):  # a box across two boxes; a flat tensor of what lies scattered
+        return None
+    end = pieces[0].storage_offset()
+    for piece in pieces:
+        if not piece.is_contiguous() or piece.storage_offset() != end:
+            return None
+        end += piece.numel()
+    run = torch.as_strided(pieces[0], (end - pieces[0].storage_offset(),), (1,), pieces[0].storage_offset())
+    return run.view(inner.shape)
+
 
 BUCKET_BYTES = 64 * 2**20
 CPU = torch.device("cpu")

@@ -198,7 +198,7 @@ class History:
 
     def timeline(self, iterations: int | None = 1, *, fold: bool = True) -> Timeline:
         """See `Workbench.timeline`."""
-        from workbench.display.callers import Callers
+        from workbench.display.idle import Callers
         from workbench.display.timeline import timeline
 
         spans, events = self._telemetry.spans(), self._telemetry.events()

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
-from workbench.batches.scored_rows import ScoredRows
+from workbench.batches.schema import ScoredRows
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position

@@ -10,8 +10,8 @@ from workbench.algorithms.buffer import Buffer
 from workbench.algorithms.live_fields import as_read
 from workbench.algorithms.loop import Algorithm
 from workbench.batches.batch import Batch
-from workbench.data.example_stream import ExampleStream
-from workbench.messages.metric_values import MetricValues
+from workbench.data.examples import ExampleStream
+from workbench.messages.metrics import MetricValues
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.ledger import Counters

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
-from workbench.mapping.calibration import Sample, fit, spread
-from workbench.mapping.costs import Constants, Terms
+from workbench.mapping.costs import Constants, Sample, Terms, fit, spread
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, ranked

@@ -22,9 +22,8 @@ from workbench.placement.moves import TAKEN_ALONG
 from workbench.stages.group import Groups
 from workbench.stages.ledger import Counters, Ownership
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
-from workbench.telemetry.store import TelemetryStore
-from workbench.telemetry.transfer_sums import MOVES
-from workbench.workers.weight_intake import PROBE_BYTES, timed_bytes_s
+from workbench.telemetry.store import MOVES, TelemetryStore
+from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,12 +11,10 @@ import numpy as np
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Table, assembled, check_form, describe, nbytes
-from workbench.batches.location import Location, ShardId
-from workbench.batches.references import Column, ShardCounts
+from workbench.batches.columns import Table, assembled, check_form, describe, from_wire, nbytes, to_wire
+from workbench.batches.location import Column, Location, ShardCounts, ShardId
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
-from workbench.batches.wire import from_wire, to_wire
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -191,7 +189,7 @@ def _as_table(table: Any) -> Table:
     if isinstance(table, Mapping):
         found: Table = dict(table)
     else:
-        from workbench.batches.tensordicts import from_tensordict
+        from workbench.batches.columns import from_tensordict
 
         found = from_tensordict(table)
     for name, column in found.items():

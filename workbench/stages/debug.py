@@ -19,12 +19,10 @@ from workbench.backends.inline import InlineBackend
 from workbench.backends.starting import Step, join_pools, settle
 from workbench.display.html import table
 from workbench.errors import BadInput, NotFound, StageInterrupted, UpstreamError, WorkbenchError
-from workbench.errors.block import block, cell_names
-from workbench.errors.frames import StageFailure
+from workbench.errors.frames import StageFailure, block, cell_names
 from workbench.errors.plain_text import shown
-from workbench.messages.calls import Call, HostInfo
+from workbench.messages.calls import Call, HostInfo, Output
 from workbench.messages.operation import Operation
-from workbench.messages.replies import Output
 from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of

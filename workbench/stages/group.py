@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.backends.hosts import Hosts
-from workbench.batches.balance import Chunks, minibatch_rows
 from workbench.batches.batch import Batch
+from workbench.batches.location import Chunks, minibatch_rows
 from workbench.batches.store import Weights
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown

@@ -20,9 +20,8 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.store import Weights
 from workbench.display.progress import note
 from workbench.errors import StageInterrupted, UpstreamError, WorkbenchError
-from workbench.messages.calls import Call
-from workbench.messages.metric_values import MetricValues
-from workbench.messages.replies import UpdatePart
+from workbench.messages.calls import Call, UpdatePart
+from workbench.messages.metrics import MetricValues
 from workbench.stages.ledger import Counters, Ownership, SentRun
 from workbench.workers.stopping import PATIENCE_S, StopPoint
 

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from workbench.backends import registry
-from workbench.batches.references import Column
+from workbench.batches.location import Column
 from workbench.batches.store import Weights
 from workbench.config.description import Description
 from workbench.errors import NotDriving, NotFound
-from workbench.messages.calls import Call
-from workbench.messages.metric_values import MetricValues
-from workbench.messages.metrics import Metrics, merge_metrics
-from workbench.messages.replies import UpdatePart
+from workbench.messages.calls import Call, UpdatePart
+from workbench.messages.metrics import Metrics, MetricValues, merge_metrics
 
 
 class Counters:

@@ -11,7 +11,7 @@ from workbench.backends.base import Backend, Pending
 from workbench.errors import HostDied, StageError, StageTimeout, UpstreamError, WorkbenchError
 from workbench.errors.frames import RankFailure, StageFailure
 from workbench.errors.plain_text import said
-from workbench.messages.replies import FailedRows, Failure, PeerFailed, Reply
+from workbench.messages.calls import FailedRows, Failure, PeerFailed, Reply
 
 if TYPE_CHECKING:
     from workbench.batches.batch import Batch

@@ -1,4 +1,7 @@
-"""What a caller holds of a stage under way: a future with progress, result and error."""
+"""What a caller holds of a stage under way: a future with progress, result and error.
+
+The stages that were called, newest last: the cell, the progress, the end. Holds no results.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,32 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import StageError, UpstreamError
+from workbench.errors import StageError, StageInterrupted, UpstreamError
 from workbench.errors.plain_text import said, shown
-from workbench.messages.calls import Call
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.calls import Call, Reply, UpdatePart
+from workbench.messages.metrics import MetricValues
 from workbench.messages.operation import Operation
-from workbench.messages.replies import Reply, UpdatePart
 from workbench.stages import interrupted
 from workbench.stages.ranks import RankWatch
 from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.batches.batch import Batch
-    from workbench.batches.references import Column, Settled
+    from workbench.batches.location import Column, Settled
     from workbench.stages.group import WorkerGroup
     from workbench.stages.runner import StageRunner
+    from workbench.support.notebook_cell import Cell
+
 
 SHOW_S = 0.2
 COUNT_ROWS = ("generate_sequences", "compute_reward", "compute_cost")
@@ -317,3 +325,104 @@ def _show(run: Run, bar: Progress, *, stopping: bool) -> None:
     if failed := shown.ranks.failed:
         bar.label = f"{shown.name}: rank {', '.join(map(str, failed))} failed, waiting for the others"
     bar.update(*shown.ranks.progressed)
+
+
+KEPT = 1000
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """One stage call.
+
+    stage: as an algorithm calls it; operation: of its role. cell: the number of the notebook's cell that called it;
+    0 for none. state: waiting, running, done, failed, "from the store", "stopped" (by the user), or "not run" (what it
+    needs failed or was stopped, or it had not begun when it was stopped). done_units of total_units: micro-batches, or
+    rows, on one rank; 0 where they are not counted. batch: what it makes, for `lab.batch(...)`; "" for metrics. error:
+    what ended it.
+    aside: of a comparison or a check, after which all is as before.
+    """
+
+    run: int
+    stage: str
+    operation: str
+    role: str
+    pool: str
+    iteration: int
+    cell: int
+    batch: str
+    submitted_s: float
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    state: str = "waiting"
+    done_units: int = 0
+    total_units: int = 0
+    error: str = ""
+    aside: bool = False
+
+
+@dataclass
+class _Entry:
+    record: RunRecord
+    run: weakref.ref[Run] = field(repr=False)
+
+
+def _state(run: Run) -> str:
+    if run.state == "cancelled":
+        return "stopped" if run.calls else "not run"
+    error = run.future.exception() if run.state == "failed" else None
+    if isinstance(error, StageInterrupted):
+        return "stopped"
+    if isinstance(error, UpstreamError):
+        return "not run"
+    return "from the store" if run.from_store and run.done else run.state
+
+
+class RunLog:
+    """The last stage calls of a workbench."""
+
+    def __init__(self) -> None:
+        self._entries: deque[_Entry] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
+
+    def add(self, run: Run, stage: str, iteration: int, cell: Cell | None, *, aside: bool) -> None:
+        """Follow a run from now on."""
+        record = RunRecord(
+            run=run.number, stage=stage, operation=run.stage, role=run.group.role, pool=run.group.pool.name,
+            iteration=iteration, cell=cell.number if cell else 0, batch=run.batch.id if run.batch is not None else "",
+            submitted_s=run.submitted_s, aside=aside,
+        )  # fmt: skip
+        entry = _Entry(record, weakref.ref(run))
+        with self._lock:
+            self._entries.append(entry)
+        run.when_over(lambda: self._look(entry))
+
+    def _look(self, entry: _Entry) -> RunRecord:
+        """Update the record from its run, unless that was garbage collected."""
+        run, record = entry.run(), entry.record
+        if run is None:
+            return record
+        if record.ended_s == 0.0:
+            record.state = _state(run)
+            record.done_units, record.total_units = run.ranks.counted
+            record.started_s = run.started_s
+            if run.done:
+                record.ended_s, record.error = run.ended_s, run.error
+        return record
+
+    def records(self, iteration: int | None = None) -> list[RunRecord]:
+        """Those of an iteration, or all that are kept, in call order."""
+        with self._lock:
+            entries = list(self._entries)
+        return [self._look(e) for e in entries if iteration is None or e.record.iteration == iteration]
+
+    def frame(self) -> pd.DataFrame:
+        """One row a call, see `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that
+        has not begun, or never did."""
+        import pandas as pd
+
+        columns = [*RunRecord.__dataclass_fields__]
+        rows: list[dict[str, Any]] = [asdict(record) for record in self.records()]
+        frame = pd.DataFrame(rows, columns=columns)
+        end_s = frame["ended_s"].where(frame["ended_s"] > 0, time.time())
+        frame["duration_s"] = (end_s - frame["started_s"]).clip(lower=0.0).where(frame["started_s"] > 0, 0.0)
+        return frame

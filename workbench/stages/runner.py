@@ -16,13 +16,12 @@ import torch
 from workbench.backends.hosts import Hosts
 from workbench.backends.starting import Step, settle
 from workbench.batches import files
-from workbench.batches.scored_rows import ScoredRows
+from workbench.batches.schema import ScoredRows
 from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
-from workbench.messages.calls import HostInfo
-from workbench.messages.metric_values import MetricValues
+from workbench.messages.calls import HostInfo, Reply
+from workbench.messages.metrics import MetricValues
 from workbench.messages.operation import Operation
-from workbench.messages.replies import Reply
 from workbench.placement import ROLLOUT
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.debug import Failures
@@ -30,8 +29,7 @@ from workbench.stages.group import Groups, WorkerGroup
 from workbench.stages.interrupted import AGAIN, Interrupted
 from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.live_settings import LiveSettings
-from workbench.stages.run import Run
-from workbench.stages.run_log import RunLog
+from workbench.stages.run import Run, RunLog
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.stage import StageRun
 from workbench.support.notebook_cell import running_cell, running_position

@@ -23,17 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.batches.batch import Batch
-from workbench.batches.location import Location, Pull, ShardId
-from workbench.batches.references import Column
+from workbench.batches.location import Column, Location, Pull, ShardId
 from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.batches.store import Origin, Weights
 from workbench.display.progress import note
 from workbench.errors import BadInput, StageTimeout, UpstreamError
 from workbench.errors.plain_text import shown
-from workbench.messages.calls import Call
-from workbench.messages.metric_values import MetricValues
-from workbench.messages.metrics import Metrics, merge_metrics, reported
-from workbench.messages.replies import Reply, agreed_columns
+from workbench.messages.calls import Call, Reply, agreed_columns
+from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, reported
 from workbench.placement import ROLLOUT
 from workbench.settings.training import Training
 from workbench.stages import interrupted

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.batches.contexts import answer_lengths, contexts_of
-from workbench.batches.turns import ends_of_turns
+from workbench.batches.turns import answer_lengths, contexts_of, ends_of_turns
 from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.shards import Shard
@@ -42,8 +41,7 @@ from workbench.objectives.groups import (
     with_variance,
 )
 from workbench.objectives.kl import KLKind
-from workbench.objectives.macro_actions import fixed_ends, macro_gae, perplexity_ends, random_ends
-from workbench.objectives.turns import turn_gae, turn_reinforce
+from workbench.objectives.turns import fixed_ends, macro_gae, perplexity_ends, random_ends, turn_gae, turn_reinforce
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import PositiveInt
 from workbench.workers.communicator import Communicator

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
-from workbench.messages.calls import HostInfo
-from workbench.messages.replies import PeerFailed
+from workbench.messages.calls import HostInfo, PeerFailed
 from workbench.placement import Layout
 from workbench.settings.layout import Axis
 from workbench.telemetry import Recorder

@@ -19,9 +19,8 @@ from workbench.data.reward_function import NOT_ASKED, first_failure
 from workbench.display.html import bytes_text
 from workbench.errors import StageError
 from workbench.errors.plain_text import said
-from workbench.messages.calls import Call
+from workbench.messages.calls import Call, FailedRows, Failure, Output
 from workbench.messages.metrics import Mean, Metrics
-from workbench.messages.replies import FailedRows, Failure, Output
 from workbench.messages.shards import Shard
 from workbench.support.machine import available_bytes
 from workbench.workers.worker import Worker

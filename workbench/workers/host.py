@@ -19,9 +19,8 @@ import torch
 from workbench.batches.schema_check import check_columns
 from workbench.errors import StageError
 from workbench.errors.containing import passes
-from workbench.messages.calls import Call, HostInfo
+from workbench.messages.calls import Call, Failure, HostInfo, Output, Reply, column_summary
 from workbench.messages.metrics import Metrics, as_metrics
-from workbench.messages.replies import Failure, Output, Reply, column_summary
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement.state import Part
@@ -43,11 +42,9 @@ from workbench.workers.role_state import (
     write_role,
 )
 from workbench.workers.shards import Peers, Shards
-from workbench.workers.shared_device import SharedDevice
 from workbench.workers.stopping import StageStopped, Stopping, StopPoint
-from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
-from workbench.workers.weight_intake import probe
-from workbench.workers.worker import Context, Worker
+from workbench.workers.weight_exchange import Contents, Slice, WeightExchange, probe
+from workbench.workers.worker import Context, SharedDevice, Worker
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.batches.contexts import contexts_of
+from workbench.batches.turns import contexts_of
 from workbench.engines.training.groups import Collectives
 from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.shards import Shard

@@ -22,8 +22,8 @@ from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, VALUES_OF_RANKS
 from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
+from workbench.models.loading import SHARD_GB, level_outside, write_model
 from workbench.models.packing import compile_layers
-from workbench.models.saving import SHARD_GB, level_outside, write_model
 from workbench.models.spec import Model
 from workbench.settings.training import Training
 from workbench.support.files import new_or_empty, path_of

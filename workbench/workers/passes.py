@@ -22,8 +22,8 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.engines.training import Pass, StepReport, TrainingEngine
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean, Metrics, merge_metrics
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule, TokenLogProbs
 from workbench.objectives.aggregation import Aggregation, aggregate, denominator

@@ -29,20 +29,19 @@ from workbench.objectives.correction import (
     second_moment_cut,
     step_scale,
 )
-from workbench.objectives.covariance import (
+from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
+from workbench.objectives.losses import (
     CovarianceLoss,
     KLCov,
     clips_in_effect,
     covariances,
     held_back,
     kl_cov_loss,
+    ppo_loss,
 )
-from workbench.objectives.kl import KLLoss, kl_estimate, kl_loss, ratio_of
-from workbench.objectives.losses import ppo_loss
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, largest, minibatch_indices
 from workbench.workers.sampling_mask import check_correctable
-from workbench.workers.token_logits import OF_MODEL, of_model
-from workbench.workers.user_loss import TokenFunction, reported, selected
+from workbench.workers.user_loss import OF_MODEL, TokenFunction, of_model, reported, selected
 from workbench.workers.worker import Context
 
 

@@ -28,20 +28,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
-from workbench.engines.training.optimizers import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
+from workbench.engines.training.steps import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
 from workbench.errors import StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding import boxes
-from workbench.resharding.checksums import checksums_of
-from workbench.resharding.distribution import Distribution, WeightShard
-from workbench.resharding.plan import Reshard
-from workbench.resharding.views import fill, view_of
+from workbench.resharding.engine import checksums_of, fill, view_of
+from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.support import files as own_files
 from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import Published, Pulled, Slice, Snapshot, WeightExchange, WeightSource
-from workbench.workers.weight_intake import WeightIntake
+from workbench.workers.weight_exchange import (
+    Published,
+    Pulled,
+    Slice,
+    Snapshot,
+    WeightExchange,
+    WeightIntake,
+    WeightSource,
+)
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from workbench.batches.columns import ColumnValues, Ragged
-from workbench.batches.scored_rows import ScoredRows
+from workbench.batches.schema import ScoredRows
 from workbench.data.user_functions import Score, StepScores
 from workbench.errors import BadInput
 from workbench.messages.metrics import Interval, Mean, Metrics

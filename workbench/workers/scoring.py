@@ -19,11 +19,11 @@ from workbench.data.reward_function import ALIKE, NOT_ASKED, Asking, RewardFunct
 from workbench.data.user_functions import RAW_RESPONSE, Noted, Score, Steps, asks_for
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import shown
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.support.calls.needs import gives_notes, of_itself
+from workbench.support.calls.limits import gives_notes, of_itself
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.workers.hints import Status, failed_rows

@@ -8,9 +8,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from workbench.batches.columns import ColumnValues, Ragged, Table, assembled, check_form, own_copy, rows_at, table_bytes
+from workbench.batches.columns import (
+    ColumnValues,
+    Ragged,
+    Table,
+    assembled,
+    check_form,
+    from_wire,
+    own_copy,
+    rows_at,
+    table_bytes,
+    to_wire,
+)
 from workbench.batches.location import Pull, inherited
-from workbench.batches.wire import from_wire, to_wire
 from workbench.errors import NotFound, StageError
 from workbench.messages.calls import Call, HostInfo
 from workbench.telemetry import Recorder

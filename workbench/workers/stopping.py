@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from workbench.errors.containing import Signal
+from workbench.messages.calls import UpdatePart
 from workbench.messages.metrics import Metric
-from workbench.messages.replies import UpdatePart
 
 # A rank that waits this long without an answer, as after the controller's death, continues with its stage.
 PATIENCE_S = 20.0

@@ -19,11 +19,9 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
-from workbench.resharding.checksums import Arrival
-from workbench.resharding.distribution import WeightShard
-from workbench.resharding.engine import ReshardingEngine
+from workbench.resharding.engine import Arrival, ReshardingEngine, fill
+from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
-from workbench.resharding.views import fill
 from workbench.resharding.weights import Weight, model_weights
 from workbench.settings.engines import Generation
 from workbench.telemetry.syncs import OpenSync

@@ -17,9 +17,8 @@ from tests.cases import TINY, hosts_of
 from tests.expected import expect_error
 from workbench.errors import BadInput, NotFound, WriteFailed
 from workbench.session.checkpoint import find_checkpoint
-from workbench.session.checkpoint.files import MANIFEST
-from workbench.session.checkpoint.manifest import CONTROLLER, RANDOM
-from workbench.support.home import SIGNATURE, signed
+from workbench.session.checkpoint.files import CONTROLLER, MANIFEST, RANDOM
+from workbench.support.files import SIGNATURE, signed
 from workbench.workers.worker import Worker
 
 

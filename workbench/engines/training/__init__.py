@@ -19,14 +19,14 @@ def make_training_engine(
     """The engine that `settings.engine` names, around `module`; without settings, torch's, which then only runs it."""
     if settings is not None and settings.engine == "deepspeed":
         if groups.model_parallel:
-            from workbench.engines.training.deepspeed_tensor_engine import DeepSpeedTensorEngine
+            from workbench.engines.training.deepspeed_engine import DeepSpeedTensorEngine
 
             return DeepSpeedTensorEngine(module, settings, groups, device=device, dtype=dtype)
         from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(module, settings, groups.data, device=device, dtype=dtype)
     if groups.model_parallel:
-        from workbench.engines.training.torch_3d_engine import Torch3DEngine
+        from workbench.engines.training.torch_engine import Torch3DEngine
 
         return Torch3DEngine(module, settings, groups, device=device, dtype=dtype)
     from workbench.engines.training.torch_engine import TorchEngine

@@ -15,8 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.training.groups import Collectives
-from workbench.engines.training.optimizers import MOMENTS, StateKind
-from workbench.engines.training.steps import LossScale, Pass, StepReport, learning_rate
+from workbench.engines.training.steps import MOMENTS, LossScale, Pass, StateKind, StepReport, learning_rate
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
 from workbench.settings.training import Training

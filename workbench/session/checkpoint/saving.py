@@ -20,8 +20,7 @@ from workbench.errors import BadInput, StageError, WriteFailed
 from workbench.placement import ROLLOUT
 from workbench.placement.moves import Models
 from workbench.placement.state import Part, state_of
-from workbench.session.checkpoint.files import MANIFEST, Checkpoint, new_folder, read_checkpoint, write_manifest
-from workbench.session.checkpoint.manifest import LEDGER
+from workbench.session.checkpoint.files import LEDGER, MANIFEST, Checkpoint, new_folder, read_checkpoint, write_manifest
 from workbench.session.position import Position
 from workbench.stages.ledger import Counters
 from workbench.stages.run import Run

@@ -13,7 +13,6 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, said, shown
-from workbench.support import cached_functions as cached_functions  # pickle knows these from here on
 from workbench.support.sources import editable
 
 OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own

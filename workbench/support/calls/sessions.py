@@ -10,12 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.support.calls.in_host import InHost
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.pickling import name_of, pickled
-from workbench.support.calls.process import CallProcess
 from workbench.support.calls.server import event_loop, noting_alarms
-from workbench.support.calls.session import Session
+from workbench.support.calls.session import CallProcess, InHost, Session
 from workbench.support.surroundings import Surroundings
 
 MOST_FUNCTIONS = 8  # that a process keeps

@@ -19,8 +19,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import said as words
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import render_prompt, render_reply
-from workbench.models.tool_schemas import with_tools
-from workbench.models.turn_messages import TurnReader
+from workbench.models.turn_messages import TurnReader, with_tools
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import derive_seed, turn_seed
 from workbench.workers.agents.requests import Kind, Refused, Request

@@ -18,10 +18,10 @@ from workbench.batches.columns import Ragged
 from workbench.batches.schema import COUNTING
 from workbench.engines.training import Pass
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
 from workbench.models.heads import PackedModule
@@ -29,9 +29,8 @@ from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
 from workbench.objectives.correction import Correction
-from workbench.objectives.covariance import CovarianceLoss, KLCov
 from workbench.objectives.kl import KLLoss
-from workbench.objectives.losses import PolicyLoss, policy_loss
+from workbench.objectives.losses import CovarianceLoss, KLCov, PolicyLoss, policy_loss
 from workbench.support.calls.pickling import name_of
 from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import MicroBatch, Scatter, each_minibatch, tokens_of
@@ -58,13 +57,14 @@ from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
 from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
-from workbench.workers.token_logits import OF_MODEL, stand_ins
 from workbench.workers.user_loss import (
+    OF_MODEL,
     Asked,
     TokenFunction,
     UserFunction,
     check_function,
     check_names,
+    stand_ins,
 )
 from workbench.workers.worker import Context
 
@@ -314,7 +314,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         [rows, tokens] or [rows]. It is called for a micro-batch, with what it asks for by the names of its parameters:
         `log_prob` and `entropy` (with gradient), `mask` (bool), `hidden_states` [rows, tokens, hidden] that predict the
         tokens, `logits`, whose `map` calls a function with the logits of a few tokens at a time
-        (`workbench.workers.token_logits.Logits`), and columns of the batch: of tokens [rows, tokens], 0 outside the
+        (`workbench.workers.user_loss.Logits`), and columns of the batch: of tokens [rows, tokens], 0 outside the
         mask, or [rows]. A parameter with a default keeps it where there is no such column. No row is skipped for a
         function. `lab.check(loss=, batch=)` looks for mistakes in it before a step.
         clip, clip_high: the ratio against `old_log_prob` is clipped to [1 - clip, 1 + clip_high]; clip alone holds for

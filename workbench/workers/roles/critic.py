@@ -12,9 +12,9 @@ from torch import Tensor
 from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model

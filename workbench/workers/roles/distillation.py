@@ -20,15 +20,15 @@ from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.loading import Limits
 from workbench.models.packing import to_device
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation
-from workbench.objectives.distillation import coarsened, divergence
+from workbench.objectives.kl import coarsened, divergence
 from workbench.support.validation import PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
 from workbench.workers.model_worker import TrainedWorker, check_update
@@ -130,7 +130,7 @@ class DistilledWorker(TrainedWorker):
 
         Reads what `lab.teacher.compute_teacher_log_prob` wrote, at its temperature. beta: 0 is the forward KL, 1 the
         reverse KL, between them the generalised Jensen-Shannon divergence, see
-        `workbench.objectives.distillation.divergence`. aggregation, max_response_tokens: as in `update_actor`.
+        `workbench.objectives.kl.divergence`. aggregation, max_response_tokens: as in `update_actor`.
         Where responses are the student's own there is no gradient through their sampling, as in GKD (Agarwal et al.
         2023, https://arxiv.org/abs/2306.13649, section 3.1). A row that is not `valid` has no part in it.
         Metrics: `divergence` a token; `teacher_tokens/student_mass`, the student's probability of the teacher's tokens.

@@ -11,10 +11,10 @@ from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import DP_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.objectives.arguments import within

@@ -14,10 +14,10 @@ from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
@@ -34,7 +34,7 @@ from workbench.workers.roles.distillation import (
     check_top_k,
     teacher_columns,
 )
-from workbench.workers.roles.pairs import (
+from workbench.workers.roles.preferences import (
     FEEDBACK_COLUMNS,
     PAIR_COLUMNS,
     REFERENCE_FEEDBACK_COLUMNS,
@@ -42,8 +42,7 @@ from workbench.workers.roles.pairs import (
     pair_values,
 )
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
-from workbench.workers.weight_exchange import Published, plan_of_taking
-from workbench.workers.weight_intake import WeightIntake
+from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
 from workbench.workers.worker import Context
 
 

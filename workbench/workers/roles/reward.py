@@ -17,15 +17,15 @@ from workbench.batches.schema import COUNTING
 from workbench.data.reward_function import Weight
 from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer
 from workbench.models.heads import TokenValues, load_token_values
+from workbench.models.loading import SHARD_GB
 from workbench.models.packing import to_device
-from workbench.models.saving import SHARD_GB
 from workbench.models.spec import Model
 from workbench.objectives.preference import pairwise_loss
 from workbench.support.validation import NonNegativeInt, PositiveFloat, PositiveInt
@@ -33,7 +33,7 @@ from workbench.workers.judge import JudgeEngine
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
-from workbench.workers.roles.pairs import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
+from workbench.workers.roles.preferences import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
 from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, total_of
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
 from workbench.workers.scoring import Components, Scoring, components_of

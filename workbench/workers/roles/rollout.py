@@ -14,7 +14,7 @@ from workbench.models import load_config, load_tokenizer
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
-from workbench.resharding.checksums import Arrival
+from workbench.resharding.engine import Arrival
 from workbench.resharding.plan import Reshard
 from workbench.settings.engines import SyncStrategy
 from workbench.telemetry.syncs import OpenSync
@@ -26,8 +26,7 @@ from workbench.workers.engine_weights import (
     probe_gap,
 )
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.weight_exchange import Contents, Published, plan_of_taking
-from workbench.workers.weight_intake import WeightIntake
+from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 

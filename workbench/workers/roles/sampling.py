@@ -16,10 +16,10 @@ from workbench.data.agent import Agents
 from workbench.data.environment import Environments
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_ALL_MICRO_DP
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.lora import LoRA
 from workbench.models.spec import Model
@@ -33,8 +33,7 @@ from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import AgentRow, Serving, serve
-from workbench.workers.compaction import Compaction
-from workbench.workers.conversation import Conversation, converse
+from workbench.workers.conversation import Compaction, Conversation, converse
 from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of

@@ -11,10 +11,10 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean
 from workbench.messages.operation import register
 from workbench.messages.protocols import THREE_D_PROTO
-from workbench.messages.replies import Output
 from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
