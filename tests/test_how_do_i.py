@@ -39,6 +39,10 @@ CLAIMS = {
     "Use my own reward": (
         "abs(batch.df()['rewards'] - batch.df()['rewards/right'] - 0.2 * batch.df()['rewards/vowels']).max() < 1e-6"
     ),
+    "Compare formulas with math-verify": (
+        "(lambda again: again.df()['rewards'].tolist() == [1.0] * len(again))(lab.reward.compute_reward("
+        "batch, function=lambda prompt, response, answer, **row: equal(prompt, f'${answer}.0$', f'${answer}$')))"
+    ),
     "Change the learning rate in the middle of a run": (
         "lab.last_metrics['update_actor']['learning_rate'] == 5e-6 and ppo.clip == 0.1"
         " and lab.history.changes()['setting'].nunique() == 3"

@@ -218,15 +218,14 @@ from transformers.utils import logging
 from tests.cases import rollouts, stored, tiny_lab
 
 def found():
-    return sys.excepthook, list(warnings.filters), logging.get_verbosity()
+    return sys.excepthook, list(warnings.filters), logging.get_verbosity(), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
 runs = pathlib.Path(sys.argv[1])
-tiny_lab("imports", runs, backend="inline").close()  # imports of libraries may leave something
 before = found()
 with tiny_lab("left", runs, backend="inline") as lab:
     rollouts(lab)
     lab.actor.update_actor(lab.put(stored()))
-    assert found()[::2] == before[::2]
+    assert found()[:3:2] == before[:3:2]
     child = os.fork()
     if child == 0:
         sys.exit(3)

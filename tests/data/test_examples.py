@@ -126,6 +126,10 @@ def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:
     for chat, end in ((None, "<|unk|>"), (False, "<|eos|>")):
         rows = Examples([{"prompt": "a", "response": "b"}], "demonstrations", tokenizer=tokenizer, chat=chat)
         assert text(rows.training[0].answer_ids[0]) == f"b{end}"
+    for end in ("<|unk|>", "<|eos|>"):  # of a conversation that was rendered before
+        both = [{"prompt": "a", "chosen": f"b{end}", "rejected": f"c{end}"}]
+        (pair,) = Examples(both, "pairs", tokenizer=tokenizer, chat=False).training
+        assert [text(ids) for ids in pair.answer_ids] == [f"b{end}", f"c{end}"]
 
 
 def test_white_space_of_answers_is_what_the_template_leaves() -> None:
@@ -153,6 +157,23 @@ def test_white_space_of_answers_is_what_the_template_leaves() -> None:
         examples([{"prompt": "a", "chosen": "b", "rejected": "b"}])
     blank = Examples([{"prompt": "a", "response": "  "}], "demonstrations", tokenizer=load_tokenizer(TINY))
     assert text(blank.training[0].answer_ids[0]) == "  <|eos|>"
+    asked = "\n\nHuman: f?\n\nAssistant: "
+    both = [{"chosen": asked + other, "rejected": asked + plain} for other in (code, plain)]
+    pairs = Examples(both, "pairs", tokenizer=load_tokenizer(TINY))  # the form's own blank is no part of the answer
+    assert [text(ids) for ids in pairs.training[0].answer_ids] == [f"{code}<|eos|>", f"{plain}<|eos|>"]
+    assert pairs.equal == 1
+
+
+def test_a_template_that_takes_reasoning_out_takes_none_out_of_an_answer() -> None:
+    """White space behind the answer changes nothing of that."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] | trim }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for answer in ("<think>b</think>c", "<think>b</think>c\n"):
+        rows = Examples([{"prompt": "a", "response": answer}], "demonstrations", tokenizer=tokenizer)
+        assert text(rows.training[0].answer_ids[0]) == "<think>b</think>c<|eos|>"
 
 
 def test_over_long_rows_are_dropped_cut_or_refused() -> None:

@@ -500,7 +500,7 @@ def test_calls_one_at_a_time_have_the_main_thread_where_signals_work(calls: User
 
     for function in (alarmed, wrapped, alarmed_later):  # no row scores 0 in silence for want of a thread
         for kind in (function, wb.limits(own_process=False)(functools.partial(function))):
-            with expect_error(RewardError, value="sets a handler for signal.alarm", remedy="async"):
+            with expect_error(RewardError, value="sets a handler for signal.alarm", remedy="concurrency=1.*async"):
                 run(calls, kind, concurrency=2)
     assert signal.signal.__name__ == "signal"  # of this process
 

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -60,6 +61,16 @@ def test_the_line_goes_away_when_the_stage_fails(clock: _Clock):
         stage()
     assert "1/2" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_work_that_calls_nothing_is_shown_by_a_thread_that_ends_with_it():
+    terminal = _Terminal()
+    with Progress("opening", after_s=0.0, ticks=True, stream=terminal):
+        until_s = time.monotonic() + 30
+        while not terminal.getvalue() and time.monotonic() < until_s:
+            time.sleep(0.01)
+    said = terminal.getvalue()
+    assert said.startswith("\ropening  0 s so far") and said.endswith("\r\x1b[K")
 
 
 def test_at_most_four_refreshes_a_second(clock: _Clock):

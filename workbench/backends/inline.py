@@ -21,9 +21,9 @@ from workbench.messages.calls import Call, HostInfo
 from workbench.workers.host import Host
 
 # What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "TORCHINDUCTOR_CACHE_DIR",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", CACHE
 )  # fmt: skip
 
 
@@ -40,15 +40,18 @@ class _Kernel:
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
-        """Around work of hosts: torch's hook, which writes the rank before each line of a traceback, does not stay, nor
-        what libraries do to transformers' logging; filters of warnings stay until the last workbench is closed."""
+        """Around work of hosts, and what is read before them: torch's hook, which writes the rank before each line of a
+        traceback, does not stay, nor what libraries do to transformers' logging, nor, without hosts, the folder that
+        torch names when it is imported; filters of warnings stay until the last workbench is closed."""
         hook, filters, logger = sys.excepthook, list(warnings.filters), logging.getLogger("transformers")
-        level = logger.level
+        level, had_cache = logger.level, self._open or CACHE in os.environ
         try:
             yield
         finally:
             sys.excepthook = hook
             logger.setLevel(level)
+            if not had_cache:
+                os.environ.pop(CACHE, None)
             self._filters += [one for one in warnings.filters if one not in filters]
 
     def enter(self) -> None:
@@ -77,7 +80,7 @@ class _Kernel:
         self._filters.clear()
 
 
-_kernel = _Kernel()
+KERNEL = _Kernel()
 
 
 def _keep_groups() -> None:
@@ -97,7 +100,7 @@ class Finished(Pending):
         self._value: Any = None
         self._error: Exception | None = None
         try:
-            with _kernel.left_as_found():
+            with KERNEL.left_as_found():
                 self._value = ask()
         except BaseException as error:
             if passes(error):
@@ -129,9 +132,9 @@ class InlineBackend(Backend):
                 "the inline backend runs everything in the kernel, on one device",
                 "use Placement.colocate(devices=1), or backend='ray'",
             )
-        _kernel.enter()
+        KERNEL.enter()
         self._in_kernel = True
-        with _kernel.left_as_found():
+        with KERNEL.left_as_found():
             self._hosts = {info.name: Host(info, self) for info in infos}
 
     def host(self, name: str) -> Host:
@@ -177,4 +180,4 @@ class InlineBackend(Backend):
             self._hosts.clear()
             if self._in_kernel:
                 self._in_kernel = False
-                _kernel.leave()
+                KERNEL.leave()

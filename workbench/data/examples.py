@@ -208,17 +208,18 @@ class Examples(EpochRows[Tokenized]):
         tokenizer, prompt, answers = self._tokenizer, example.prompt, example.answers
         chat = self._chat or not isinstance(prompt, str)
         if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
-            prompt, answers = turns, tuple(answer.strip() for answer in answers)
+            prompt, answers = turns, tuple(answer.removeprefix(" ") for answer in answers)
         if chat:
             begun = chat.prefill if isinstance(chat, ChatFormat) else ""
             answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
+        ids = [tokenizer.encode(answer, add_special_tokens=False, verbose=False) for answer in answers]
+        # a text that was rendered before may have its end already
+        ends = () if chat else (end, self._turn_end)
         return Tokenized(
             example=example,
             prompt_ids=render_prompt(tokenizer, prompt, chat=chat),
-            answer_ids=tuple(
-                [*tokenizer.encode(answer, add_special_tokens=False, verbose=False), end] for answer in answers
-            ),
+            answer_ids=tuple(one if one and one[-1] in ends else [*one, end] for one in ids),
         )
 
     def _need_margins(self) -> None:

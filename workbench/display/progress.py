@@ -102,7 +102,8 @@ class Progress:
             bar.update(done=3, total=8, tokens=5120)
 
     In a notebook the line is a display, in a terminal a line on stderr; where stderr goes to a file or a pipe there is
-    none. `unit` names what is counted. Call `update` as often as you like, also when nothing has changed.
+    none. `unit` names what is counted. Call `update` as often as you like, also when nothing has changed. `ticks`: a
+    thread calls it, for work that does not come back before it is done.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Progress:
         *,
         unit: str = "micro-batches",
         after_s: float = 2.0,
+        ticks: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -118,15 +120,25 @@ class Progress:
         self._clock = clock
         self._line = line(stream)
         self._start_s = self._shown_s = clock()
-        self._is_shown = False
+        self._is_shown, self._ended = False, threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True) if ticks and self._line is not None else None
 
     def __enter__(self) -> Progress:
         self._start_s = self._clock()
+        if self._thread is not None:
+            self._thread.start()
         return self
+
+    def _tick(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            self.update(0, 0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._line is not None and self._is_shown:
             self._line.clear()
 

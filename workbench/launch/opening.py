@@ -24,6 +24,7 @@ import psutil
 from workbench.backends import registry
 from workbench.backends.cluster import joined_address, joined_head, start_ahead, stop_idle_head
 from workbench.backends.holders import on_cluster, taken, when_free
+from workbench.backends.inline import KERNEL
 from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
@@ -180,13 +181,14 @@ def open(
 
     Everything that can be checked is checked before a host starts; `BadInput` and the like say what to change. A
     placement that cannot fit in this machine's memory is refused with the figures; one that may not is warned of.
-    In a notebook or a terminal, after two seconds a line says what is being waited for.
+    In a notebook or a terminal, a line says what is being waited for.
     """
     with stoppable(f"opening {name!r}", lambda: _left_of(name)):
         began_s = time.time()
         if backend == "ray" and address is None:
             start_ahead()  # while models and prompts are read, which takes about as long
-        with Progress(f"opening {name}: reading models and prompts"):
+        found = KERNEL.left_as_found() if backend == "inline" else nullcontext()
+        with Progress(f"opening {name}: reading models and prompts", after_s=0.5, ticks=True), found:
             description = Description.of(
                 name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
                 dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,

@@ -166,17 +166,19 @@ TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered co
 
 
 def as_template_writes(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
-    """An answer as it stands in a conversation that the chat template writes: some templates take white space off."""
-    if answer == answer.strip():
+    """An answer as it stands in a conversation that the chat template writes: some templates take white space off. What
+    else they take out, such as the reasoning of turns before, stays."""
+    said = answer.strip()
+    if answer == said:
         return answer
-    question = {"role": "user", "content": "-"}
+    question, marked = {"role": "user", "content": "-"}, answer.replace(said, TURN, 1) if said else answer
     whole, probe = (
         rendered(tokenizer, [question, {"role": "assistant", "content": content}], next_turn=False)
-        for content in (answer, TURN)
+        for content in (marked, TURN)
     )
     head, _, tail = probe.partition(TURN)
     within = len(whole) >= len(head + tail) and whole.startswith(head) and whole.endswith(tail)
-    return whole[len(head) : len(whole) - len(tail)] if within and TURN in probe else answer.strip()
+    return whole[len(head) : len(whole) - len(tail)].replace(TURN, said) if within and TURN in probe else said
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:

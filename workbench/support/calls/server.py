@@ -95,8 +95,8 @@ def noting_alarms() -> Iterator[None]:
 # what is said of a call, the rule and the remedy
 NO_HANDLER = "sets a handler for signal.alarm outside the main thread"
 HANDLERS = (
-    "Python gives handlers to the main thread alone, in which a plain function is called by default",
-    "leave concurrency=, async and own_process=False out, or limit its time in another way",
+    "Python gives handlers to the main thread alone, in which plain functions are called one at a time",
+    "give concurrency=1, leave async and own_process=False out, or limit its time in another way",
 )
 COROUTINES = 8  # under way at once, where no number was given
 
