@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from workbench.algorithms.loop import Algorithm
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import HostDied, StageInterrupted
 from workbench.session.checkpoint.files import AUTOMATIC, MANIFEST, Checkpoint
@@ -19,9 +19,6 @@ from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 from workbench.support.files import real_path
 from workbench.support.validation import at_least, whole
-
-if TYPE_CHECKING:
-    from workbench.algorithms.loop import Algorithm
 
 
 @dataclass
@@ -64,22 +61,35 @@ class Checkpoints:
         self.automatic: Automatic | None = None
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
-        """See `Workbench.save`."""
+        """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
+        the random states of their ranks; the positions of prompts, examples and the algorithm. `wb.restore(path)` goes
+        on from it, under this placement or another, and a script with `--resume PATH`.
+
+        algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
+        step, while a variable holds it. models: also write each trained role's model to
+        `roles/<role>/model`, for transformers and vLLM.
+
+        The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
+        see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
+        `StageError` where a rank cannot write; what was saved before stays as it was.
+        """
         position = self._position
         found = algorithm or position.algorithm
         position.last_saved = save(self._runner, position, self._prompts(), path, found, models=models)
         return position.last_saved
 
     def autosave(
-        self,
-        every: int | None = 1,
-        *,
-        minutes: float | None = None,
-        keep: int = 2,
-        folder: str | Path | None = None,
-        models: bool = False,
-    ) -> None:
-        """See `Workbench.autosave`."""
+        self, every: int | None = 1, *, minutes: float | None = None, keep: int = 2,
+        folder: str | Path | None = None, models: bool = False,
+    ) -> None:  # fmt: skip
+        """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
+        `lab.autosave(None)` ends it.
+
+        It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
+        keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
+        default `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and
+        the run goes on.
+        """
         if every is None and minutes is None:
             self.automatic = None
             return
@@ -92,7 +102,7 @@ class Checkpoints:
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
-        """See `Workbench.save_if_due`."""
+        """Between two iterations: save where `autosave` says so."""
         automatic = self.automatic
         if automatic is None or self._runner.snapshots.open or not automatic.due(self._runner.counters.iteration):
             return
