@@ -154,8 +154,6 @@ class Reloader:
         step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
         error refuses the stage."""
         self._runner.ownership.check_open()
-        if not isinstance(on, bool):
-            raise BadInput(f"autoreload({shown(on, 40)})", "takes True or False")
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self) -> None:
