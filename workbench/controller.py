@@ -120,6 +120,7 @@ class Workbench:
         self.telemetry, counters = TelemetryStore(run_folder), Counters()
         groups = Groups(self.hosts, self.ownership, counters, self)
         batches = BatchStore(self.hosts, groups, self.ownership, counters, psutil.virtual_memory().total // 10)
+        # the types of parts are declared for `_method_of`, which the class body calls
         self.runner: StageRunner = StageRunner(self.hosts, self.ownership, groups, counters, batches, self.telemetry)
         loaded.note()
         self._reloader: Reloader = Reloader(self.runner, _groups_of_process)
