@@ -6,11 +6,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from workbench.algorithms.graph import Graph
+from workbench.algorithms.loop import Algorithm
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.batches.schema import STATUS
@@ -19,14 +20,16 @@ from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
-from workbench.stages.runner import StageRunner
+from workbench.support.validation import Rule
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.algorithms.lab import Lab
-    from workbench.algorithms.loop import Algorithm
 
+Arms = Annotated[
+    Mapping[str, Algorithm], Rule("must be algorithms by name, of this workbench", 'write {"ppo": wb.PPO(lab)}')
+]
 NUMBERS = ("token_rewards", "advantages", "returns", "values", "rewards")
 
 
@@ -71,18 +74,16 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
 
 
 @stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
-def compare(lab: Lab, runner: StageRunner, batch: Batch, arms: Mapping[str, Algorithm]) -> Comparison:
-    """Run each arm's stages from what `batch` has, all from the same weights and, where they draw more of them, with
-    the same prompts; afterwards roles and prompts are as before."""
-    from workbench.algorithms.loop import Algorithm
+def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
+    """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
 
-    if not isinstance(arms, Mapping):
-        raise BadInput(f"arms={shown(arms)}", "algorithms by name", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
-    if not isinstance(batch, Batch):
-        raise BadInput(f"compare({type(batch).__name__})", "its first argument is a batch", "lab.prompts.next(n)")
-    plans = {}
+    Each arm runs what lies downstream of the batch's columns, from the weights and optimizers as they are now, and
+    with the same prompts where it draws more of them; afterwards the roles, and the position of the prompts, are as
+    before.
+    """
+    runner, plans = lab.runner, {}
     for name, algorithm in arms.items():
-        if not isinstance(algorithm, Algorithm) or algorithm.lab is not lab:
+        if algorithm.lab is not lab:
             rule = "an arm is an algorithm on this workbench"
             raise BadInput(f"arm {name!r}: {shown(algorithm)}", rule, "wb.PPO(lab)")
         with _named(name):

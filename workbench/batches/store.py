@@ -267,7 +267,8 @@ class Store:
         return iter(list(self._entries))
 
     def frame(self) -> pd.DataFrame:
-        """One row a batch, in order: what made it, of what, its size, and where it is."""
+        """What stages made and the store keeps: one row a batch, in order: what made it, of what, its size, and where
+        it is."""
         import pandas as pd
 
         rows = []

@@ -26,8 +26,17 @@ if TYPE_CHECKING:
 
 
 @stoppable("lab.check()", ("the system is as before", "the same call again checks it"))
-def check(lab: Lab, names: Sequence[str], loss: Any = None, batch: Any = None) -> CheckReport:
-    """The report of `Workbench.check`."""
+def check(lab: Lab, *names: str, loss: Any = None, batch: Any = None) -> CheckReport:
+    """Run checks on the live system, all of them or those named, on a small batch of their own: is the ratio 1
+    before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
+    gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
+
+    loss, batch: check a loss instead, for the actor's update, on rollouts that it is to learn from, before a step
+    is taken with it: is its gradient that of its value, does anything leak through the mask or between rows, does
+    it depend on micro-batches or ranks, what is its gradient at ratio 1, and where does it point beside PPO's and
+    GRPO's (`workbench.checks.loss_checks.LOSS_CHECKS`). `.batch` of the report has what each token adds to the
+    loss, `loss_contribution`, and to its gradient, `gradient_contribution`, as columns for the samples view.
+    """
     known: Sequence[str] = tuple(CHECKS if loss is None else LOSS_CHECKS)
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -92,7 +92,7 @@ ROLE = "role"  # select=: the reward role's own model or function
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `Workbench.evaluate` but the data."""
+    """The arguments of `evaluate` but the data."""
 
     samples: int
     sampling: Sampling | None
@@ -114,12 +114,35 @@ class Asked:
 
 
 @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
-def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
-    """The frame of `Workbench.evaluate`."""
+def evaluate(
+    lab: Lab, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
+    reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
+    answer: Callable[[str], Any] | None = None, select: Any = None,
+) -> pd.DataFrame:  # fmt: skip
+    """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
+    has them all. `.rows` of what it returns is a frame with a row a response: prompt, text, reward, passed, tokens.
+    `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
+
+    data: whatever `prompts=` takes, or several by name; without `chat` they have the chat format of `lab.prompts`.
+    n: the first n prompts of each; None: all.
+    samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
+    most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
+    trains. reward: in place of the reward role's own. seed: the same one draws the same responses from the same
+    weights.
+    answer: a function that gives the answer of a response's text, None where it has none: `majority@k`, the share
+    of prompts of which the answer that most of k samples give has passed. select: "role", the reward role's own
+    model, or a function as `reward`: `best_of@k`, the reward of the response that it scores highest among k,
+    without those for which it failed: `selection_failed_fraction`.
+    Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
+    reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), median and 95th
+    percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a
+    format.
+    """
     import pandas as pd
 
     from workbench.checks.compare_evaluations import Evaluation, of_data
 
+    asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select)
     _check(lab, asked)
     named = _named(data)
     sets = {name: _rows(lab, source, asked.n) for name, source in named.items()}

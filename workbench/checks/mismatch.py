@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.settings.precision import ALL_TOKENS, MERGED, PRECISIONS, Precision
+from workbench.support.validation import Rule
 from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 QUANTILES = 100
 SAMPLED = "rollout"
+Precisions = Annotated[
+    Mapping[str, Precision], Rule("must be precisions by name", 'write {"mine": wb.Precision(dtype="bfloat16")}')
+]
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,15 @@ class Mismatch(Charted):
 
 
 @stoppable("lab.mismatch()", ("the system is as before", "the same call again compares"))
-def mismatch(lab: Lab, batch: Batch, precisions: Mapping[str, Precision] | None) -> Mismatch:
-    """See `Workbench.mismatch`."""
+def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mismatch:
+    """How far apart the log-probabilities of these responses are under several precisions, from the actor's weights
+    as they are now: as a trainer and as a generation engine compute in fp32, bf16 and fp16, with the output head in
+    fp32, with an adapter beside the weights or merged into them. `.df` is one row a precision, `.tokens` and
+    `.gaps` one row a token; in a notebook it is a picture. Before any training: which precision will do?
+
+    precisions: `wb.Precision` by name, in place of `workbench.settings.precision.PRECISIONS`. Needs room for the
+    actor's weights a second time.
+    """
     import pandas as pd
 
     if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:

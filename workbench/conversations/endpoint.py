@@ -13,7 +13,6 @@ from workbench.algorithms.lab import Lab
 from workbench.conversations.rows import row_table
 from workbench.data.agent_calls import STOP, EndpointCall, read_address
 from workbench.errors import BadInput, RolloutError, StageError
-from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling
 from workbench.workers.agents.requests import MODEL
 
@@ -135,8 +134,6 @@ def serve(lab: Lab, *, sampling: Sampling | None = None) -> Endpoint:
     environment.
     """
     sampling = Sampling() if sampling is None else sampling
-    if not isinstance(sampling, Sampling):
-        raise BadInput(f"sampling={shown(sampling)}", "must be a wb.Sampling(...)")
     if sampling.agent is not None or sampling.environment is not None:
         raise BadInput(
             "lab.serve(sampling=) with an agent or environment", "clients ask for each turn themselves", "leave it out"

@@ -15,9 +15,9 @@ from workbench.stages.group import Groups
 from workbench.stages.live_settings import EVENT
 from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
-from workbench.support.validation import one_of
+from workbench.support.validation import NonNegativeInt, PositiveInt, one_of
 from workbench.telemetry.sinks import TrackedRun
-from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
+from workbench.telemetry.spans import TransferKind
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
@@ -43,14 +43,13 @@ class History:
         self._planned: tuple[list[Any], dict[str, Any]] = [], {}  # where the actor was, and what was computed for that
 
     def transfers(self, kind: TransferKind | None = None) -> pd.DataFrame:
-        """See `Workbench.transfers`."""
-        if kind is not None:
-            check_kind("transfers(kind)", kind, TRANSFER_KINDS)
+        """Every movement of bytes from one host to another, one a row: of rows for stages ("batch"), of "weights" for
+        generation, of what `lab.move` moves ("move"), or of all."""
         moved = self._telemetry.transfers()
         return moved if kind is None else moved[moved["kind"] == kind].reset_index(drop=True)
 
     def metrics(self, stage: str | None = None) -> pd.DataFrame:
-        """See `Workbench.metrics`."""
+        """One row a stage call, a column a metric; of one stage only, if named: `NotFound` for one that is none."""
         found = self._telemetry.metrics(stage)
         if stage is None or len(found):
             return found
@@ -63,11 +62,13 @@ class History:
         return found
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
-        """See `Workbench.traffic`."""
+        """Who sent how many bytes to whom: a matrix as a picture, `.matrix` and `.frame()` as tables.
+
+        kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
+        syncs would move at the least: what each rank lacks.
+        """
         from workbench.display.traffic import traffic
 
-        if kind is not None:
-            check_kind("traffic(kind)", kind, TRANSFER_KINDS)
         moved = self._telemetry.transfer_sums.frame(kind)
         if stage is not None:
             known = sorted(set(moved["stage"]))
@@ -91,7 +92,11 @@ class History:
         return len(frozenset().union(*wanted))
 
     def sync_plans(self) -> pd.DataFrame:
-        """See `Workbench.sync_plans`."""
+        """What a sync of the actor's weights would move by each strategy, one a row: strategy, in_use, moved_bytes on
+        all ranks, least_bytes that no strategy could do without, and the most of a rank: received_bytes,
+        peak_parameter_bytes, kept_twice_bytes beside the generation weights. Without rows where ranks hold whole models
+        and generate with them, or rollout workers generate.
+        """
         plans: pd.DataFrame = self._once("sync_plans", self._make_sync_plans)
         return plans.copy()
 
@@ -187,7 +192,14 @@ class History:
         return frame.astype({"time": "datetime64[ms]", "iteration": "Int64"})
 
     def track(self, tracker: str, project: str | None = None, **options: Any) -> None:
-        """See `Workbench.track`."""
+        """Send every metric from now on to a tracker too: `lab.track("wandb", project="arithmetic")`.
+
+        tracker: "tensorboard", "wandb", "mlflow" or "trackio", also as "NAME=PROJECT". Steps are iterations, names are
+        "stage/metric". Comparisons and checks are left out: after them all is as before. project, options: see the
+        tracker's class in `workbench.telemetry.sinks`. One that fails later is given up with a warning.
+
+        Raises `BadInput` where it does not start, `MissingDependency` where it is not installed.
+        """
         config = {**self._hosts.description.summary, **self.script_options}
         run = TrackedRun(
             name=f"{self._hosts.description.name}-{self._hosts.run_folder.name}",
@@ -196,8 +208,12 @@ class History:
         )
         self._telemetry.sinks.add(tracker, project, run, options)
 
-    def timeline(self, iterations: int | None = 1, *, fold: bool = True) -> Timeline:
-        """See `Workbench.timeline`."""
+    def timeline(self, iterations: PositiveInt | None = 1, *, fold: bool = True) -> Timeline:
+        """A picture of the last iterations (None: all) by device: what ran where, when, and what was idle.
+
+        fold: draw long stretches in which nothing was called as narrow breaks. `.summary` has the times of each device,
+        `.sums(from_s, to_s)` those of each stage between two times.
+        """
         from workbench.display.idle import Callers
         from workbench.display.timeline import timeline
 
@@ -213,14 +229,18 @@ class History:
         return timeline(spans, devices=devices, start=start, callers=Callers.of(records), fold=fold)
 
     def opening(self) -> pd.DataFrame:
-        """See `Workbench.opening`."""
+        """Where the seconds of opening went: a row for each piece of it on each rank, by start.
+
+        kind and note say what it was. start_s: since `wb.open` was called. A row with a parent lies inside the one of
+        that kind.
+        """
         spans = self._telemetry.spans(run=0)
         spans["start_s"] -= spans["start_s"].min()
         columns = ["pool", "device", "role", "parent", "kind", "note", "start_s", "duration_s"]
         return spans.loc[spans["duration_s"] >= SHORTEST_S, columns].round(2).reset_index(drop=True)
 
-    def logs(self, pool: str | None = None, rank: int | None = None, lines: int = 40) -> None:
-        """See `Workbench.logs`."""
+    def logs(self, pool: str | None = None, rank: NonNegativeInt | None = None, lines: PositiveInt = 40) -> None:
+        """Print the last lines that worker processes wrote."""
         pools = tuple(dict.fromkeys(info.pool for info in self._hosts.infos))
         if pool is not None:
             one_of("pool", pool, pools)

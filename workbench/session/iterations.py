@@ -9,20 +9,22 @@ from typing import Any
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
 from workbench.batches.schema import ScoredRows
+from workbench.data.examples import ExampleStream, Kind
+from workbench.data.sources import Source
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.position import Position
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.support.machine import return_freed_memory
-from workbench.support.validation import whole
+from workbench.support.validation import NonNegativeInt, PositiveInt
 
 SCORING = ("compute_reward", "reweigh")
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
 
 
 class Iterations:
-    """Begins iterations: for `PromptStream` and `ExampleStream`, and for loops by hand."""
+    """Begins iterations: for `PromptStream`, for the streams of examples that it makes, and for loops by hand."""
 
     def __init__(self, runner: StageRunner, position: Position, checkpoints: Checkpoints, topology: Topology) -> None:
         self._runner, self._position, self._checkpoints = runner, position, checkpoints
@@ -86,9 +88,29 @@ class Iterations:
         """Record that a setting was assigned."""
         self._runner.live.note(setting, before, after)
 
-    def numbers(self, n: int) -> Iterator[int]:
-        """See `Workbench.iterations`."""
-        whole("iterations", n, 1)
+    def demonstrations(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with the responses to learn: `lab.demonstrations("sft.jsonl", held_out=100).next(64)` is a batch for
+        `update_sft`. Rows and options: see `Examples`; seed: default the workbench's."""
+        return self._stream(source, "demonstrations", options)
+
+    def feedback(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with an answer and a label, whether it is good, for `update_kto`: `lab.feedback("rated.jsonl")` of
+        rows such as {"prompt": ..., "response": ..., "label": true}. Rows and options: see `Examples`."""
+        return self._stream(source, "feedback", options)
+
+    def pairs(self, source: Source, **options: Any) -> ExampleStream:
+        """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost`, `update_dpo` and the like:
+        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows and options: see `Examples`."""
+        return self._stream(source, "pairs", options)
+
+    def _stream(self, source: Source, kind: Kind, options: Mapping[str, Any]) -> ExampleStream:
+        seed, tokenizer = self._runner.hosts.description.seed, self._runner.batches.tokenizer
+        stream = ExampleStream(self, source, kind, seed=seed, tokenizer=tokenizer, options=options)
+        return self._position.add_stream(stream)
+
+    def numbers(self, n: PositiveInt) -> Iterator[int]:
+        """The numbers 1 to n, for a loop of iterations by hand: `for _ in lab.iterations(100): ppo.iterate()`. In a
+        script that is resumed, without those that were made before."""
         for number in range(1 + self.passed_over(n), n + 1):
             before = self.iteration
             yield number
@@ -99,8 +121,8 @@ class Iterations:
                     "give each algorithm a loop of its own, or count with range",
                 )
 
-    def passed_over(self, iterations: int) -> int:
-        """See `Workbench.passed_over`."""
+    def passed_over(self, iterations: NonNegativeInt) -> int:
+        """How many of that many iterations were made before the script was resumed; they are counted once."""
         counters = self._runner.counters
         passed = min(iterations, counters.iterations_to_skip)
         counters.iterations_to_skip -= passed

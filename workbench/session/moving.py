@@ -45,82 +45,107 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 
 
-def add(
-    runner: StageRunner, topology: Topology, role: str, model: Any, pool: str | None, devices: int | None
-) -> PlacementChange:
-    """`lab.add(role, model, pool, devices)`."""
-    runner.ownership.check_open()
-    hosts = runner.hosts
-    description, where = hosts.description, f"add({role!r})"
-    if check_role(role) in description.models:
-        raise BadInput(
-            where, f"this workbench has a {role}, on pool {hosts.placement.pool_of(role).name!r}",
-            f"move it with lab.{role}.move(pool), or lab.drop({role!r}) first",
-        )  # fmt: skip
-    if role == "actor":
-        raise BadInput(
-            where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
-        )
-    if role == ROLLOUT and model is not None:
-        raise BadInput(f"add({role!r}, {shown(model, 40)})", "rollout workers have the actor's model", "leave it out")
-    if role != ROLLOUT and model is None:
-        raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
-    pools = [other.name for other in hosts.placement.pools]
-    if pool is None and (len(pools) > 1 or role == ROLLOUT):
-        own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
-        raise BadInput(
-            where, f"a role is in one pool, and there are {', '.join(pools)}",
-            own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
-        )  # fmt: skip
-    models = description.declared if role == ROLLOUT else description.declaring({role: model})
-    placement = hosts.placement.with_role(role, pool or pools[0], devices)
-    return carry_out(runner, topology, description.placed(placement, models), f"adding {role}")
+class Mover:
+    """Changes the placement of a living workbench, and its roles."""
 
+    def __init__(self, runner: StageRunner, topology: Topology) -> None:
+        self._runner, self._topology = runner, topology
 
-def drop(runner: StageRunner, topology: Topology, role: str) -> PlacementChange:
-    """`lab.drop(role)`."""
-    runner.ownership.check_open()
-    hosts = runner.hosts
-    description, where = hosts.description, f"drop({role!r})"
-    if check_role(role) not in description.models:
-        alone = role in runner.groups.by_role
-        raise BadInput(
-            where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
-            f"this workbench has {', '.join(description.models)}",
-        )  # fmt: skip
-    if role == description.lead:
-        raise BadInput(
-            where, "its tokenizer makes the tokens that all read, and tables are put to it",
-            "close the workbench, and open one without it",
-        )  # fmt: skip
-    models = {name: model for name, model in description.declared.items() if name != role}
-    return carry_out(runner, topology, description.placed(hosts.placement.without(role), models), f"dropping {role}")
+    def move(self, placement: Placement) -> PlacementChange:
+        """Change the placement while the models live: `lab.move(wb.Placement.split(4))`; what moved, as `lab.diff` says
+        it before, and how long it took.
 
+        A pool keeps its processes where the new placement has one of its name with as many devices; other pools get
+        new processes beside the old ones. Weights, moments of Adam and step counts of the roles that move go from host
+        to host, to each rank exactly what its process lacks; so do batches on hosts that end. Generation engines are
+        built again, and synced before they generate. Counters and random draws go on: the next stage gives the numbers
+        that it would have given without the move.
 
-def move(runner: StageRunner, topology: Topology, placement: Placement) -> PlacementChange:
-    """`lab.move(placement)`."""
-    return carry_out(runner, topology, runner.hosts.description.placed(placement), f"moving to {placement}")
+        Until all has arrived, and its sums of bits are right, the old placement stays as it is: an error ends what is
+        new, says which step failed on which host, and the old placement goes on.
 
+        Raises `BadInput`, with nothing touched, for a placement that this workbench could not have been opened with, or
+        that has no room; on GPUs new pools need devices that are free beside those of the old ones; the inline backend
+        has its one process only. A placement with a pool for "rollout" adds rollout workers, one without it drops them.
+        """
+        return self._carry_out(self._runner.hosts.description.placed(placement), f"moving to {placement}")
 
-def carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
-    """Make the workbench what another description says. title: begins the message of an error on the way."""
-    left = "the placement is as it was", "the same call again carries it out"
-    with stoppable(title, left):
-        return _carry_out(runner, topology, description, title)
+    def add(self, role: str, model: Any = None, pool: str | None = None, devices: int | None = None) -> PlacementChange:
+        """Add a role while the others live: `lab.add("cost", too_long)`; `lab.add("critic", "smollm2-135m", "scorers",
+        devices=2)`; `lab.add("rollout", pool="engines", devices=1)`. What it changed, as `lab.diff` says it.
 
+        model: as in `wb.open`; none for rollout workers, which have the actor's. pool: by default the only one there
+        is. devices: of the pool, where there is none of that name yet. Otherwise as `move`.
+        """
+        self._runner.ownership.check_open()
+        hosts = self._runner.hosts
+        description, where = hosts.description, f"add({role!r})"
+        if check_role(role) in description.models:
+            raise BadInput(
+                where, f"this workbench has a {role}, on pool {hosts.placement.pool_of(role).name!r}",
+                f"move it with lab.{role}.move(pool), or lab.drop({role!r}) first",
+            )  # fmt: skip
+        if role == "actor":
+            raise BadInput(
+                where, f"the tokens that all read are the {description.lead}'s", "open a workbench with an actor"
+            )
+        if role == ROLLOUT and model is not None:
+            raise BadInput(
+                f"add({role!r}, {shown(model, 40)})", "rollout workers have the actor's model", "leave it out"
+            )
+        if role != ROLLOUT and model is None:
+            raise BadInput(where, "a role has a model, or a function", f"lab.add({role!r}, 'smollm2-135m')")
+        pools = [other.name for other in hosts.placement.pools]
+        if pool is None and (len(pools) > 1 or role == ROLLOUT):
+            own = f"a new one: lab.add({role!r}, ..., pool='mine', devices=1)"
+            raise BadInput(
+                where, f"a role is in one pool, and there are {', '.join(pools)}",
+                own if role == ROLLOUT else f"name one, pool={pools[0]!r}, or {own}",
+            )  # fmt: skip
+        models = description.declared if role == ROLLOUT else description.declaring({role: model})
+        placement = hosts.placement.with_role(role, pool or pools[0], devices)
+        return self._carry_out(description.placed(placement, models), f"adding {role}")
 
-def _carry_out(runner: StageRunner, topology: Topology, description: Description, title: str) -> PlacementChange:
-    runner.require_alone(title, "that needs the roles as they are, and none at work")
-    lost = topology.given_up(description)
-    for group in runner.groups.by_role.values():
-        if group.pool.name not in lost:
-            runner.groups.check_alive(group)
-    runner.scheduler.drain()
-    runner.batches.release_unused()  # what nobody refers to need not move
-    change = topology.change(description)
-    change.require_fit()
-    with Progress(title) as bar:
-        return Move(runner, change, description, title, bar.note).carry_out()
+    def drop(self, role: str) -> PlacementChange:
+        """Close a role, and free what it holds, what it has learned among it: `lab.drop("cost")`. A pool that is left
+        without a role ends; batches on its hosts move to others. Also of a role that was lost with
+        its pool, where it was alone there: what the hosts kept is gone."""
+        self._runner.ownership.check_open()
+        hosts = self._runner.hosts
+        description, where = hosts.description, f"drop({role!r})"
+        if check_role(role) not in description.models:
+            alone = role in self._runner.groups.by_role
+            raise BadInput(
+                where, f"the {role} is the actor without its adapter, and holds nothing" if alone else
+                f"this workbench has {', '.join(description.models)}",
+            )  # fmt: skip
+        if role == description.lead:
+            raise BadInput(
+                where, "its tokenizer makes the tokens that all read, and tables are put to it",
+                "close the workbench, and open one without it",
+            )  # fmt: skip
+        models = {name: model for name, model in description.declared.items() if name != role}
+        return self._carry_out(description.placed(hosts.placement.without(role), models), f"dropping {role}")
+
+    def resize(self, pool: str, devices: int) -> PlacementChange:
+        """Give a pool more or fewer devices: `lab.resize("policy", 4)`; see `move`."""
+        return self.move(self._runner.hosts.placement.with_devices(pool, devices))
+
+    def _carry_out(self, description: Description, title: str) -> PlacementChange:
+        """Make the workbench what another description says. title: begins the message of an error on the way."""
+        runner = self._runner
+        with stoppable(title, ("the placement is as it was", "the same call again carries it out")):
+            runner.require_alone(title, "that needs the roles as they are, and none at work")
+            lost = self._topology.given_up(description)
+            for group in runner.groups.by_role.values():
+                if group.pool.name not in lost:
+                    runner.groups.check_alive(group)
+            runner.scheduler.drain()
+            runner.batches.release_unused()  # what nobody refers to need not move
+            change = self._topology.change(description)
+            change.require_fit()
+            with Progress(title) as bar:
+                return Move(runner, change, description, title, bar.note).carry_out()
 
 
 class Move:

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from workbench.algorithms.loop import Algorithm
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
@@ -20,13 +21,11 @@ from workbench.placement import ROLLOUT, Placement
 from workbench.session.position import Position
 from workbench.session.topology import Topology
 from workbench.stages.ledger import Ownership
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveInt
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from workbench.algorithms.loop import Algorithm
 
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
 START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
@@ -103,7 +102,14 @@ class Predictor:
         self.calibration: Calibration | None = None
 
     def calibrate(self, algorithm: Algorithm | None = None, *, hardware: str | Hardware | None = None) -> Constants:
-        """See `Workbench.calibrate`."""
+        """Fit the cost model to the calls of the last iteration, as they were timed on the slowest rank, together with
+        those of earlier calibrations, such as under another placement: the more different they are, the better. Run
+        two iterations before, as the first one warms up.
+
+        algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
+        are counted in; None: this machine's, measured; needed where hosts run on other machines. Raises `BadInput`
+        where the iteration has not ended, or was made under an earlier placement.
+        """
         algorithm = self._whose(algorithm)
         if hardware is not None:
             self.calibration = Calibration(hardware_of(hardware))
@@ -128,7 +134,12 @@ class Predictor:
         return known.constants
 
     def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
-        """See `Workbench.predict`."""
+        """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
+        was measured under that placement is shown beside it. Nothing is touched.
+
+        Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
+        a role, or before any `calibrate`.
+        """
         known = self._need_calibration()
         placed = self._hosts.placement if placement is None else placement
         check_placement(placed)
@@ -137,15 +148,22 @@ class Predictor:
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
-    def suggest(self, algorithm: Algorithm | None = None, *, devices: int | None = None, top: int = 3) -> Plans:
-        """See `Workbench.suggest`."""
+    def suggest(
+        self, algorithm: Algorithm | None = None, *, devices: PositiveInt | None = None, top: PositiveInt = 3
+    ) -> Plans:
+        """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
+
+        devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
+        what `move` asks of them; whether there is room now, `diff` says. `.chance` and
+        `.advice` say how sure the best is, and what one trial would decide. Raises `BadInput` before any `calibrate`,
+        or where no such plan is left.
+        """
         known = self._need_calibration()
         self._know(self._hosts.placement)
         workload = self._workload(self._whose(algorithm))
         inline = self._hosts.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
-        whole("top", top, 1)
         # a role that the algorithm does not call is placed all the same, and costs no time
         plans = search(self._hosts.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
                        constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip

@@ -40,9 +40,7 @@ from workbench.workers.roles import ROLE_WORKERS
 if TYPE_CHECKING:
     import pandas as pd
 
-ANSWER_S = 5.0  # so long are hosts waited for that are to say which edited files they have loaded
-
-
+EDITS_S = 5.0  # how long hosts are waited for that are to say which edited files they have loaded
 # How long an error, or an interrupt, waits for hosts to go back to the old code.
 ANSWER_S = 30.0
 
@@ -111,7 +109,21 @@ class Reloader:
 
     @stoppable("lab.reload()", ("all processes have the edits, or none", "the same call again reloads"))
     def reload(self, **roles: Any) -> ReloadReport:
-        """See `Workbench.reload`."""
+        """Have edited code take effect on the living workers: weights, optimizers and batches stay.
+
+        Functions and classes of every module of yours whose file has changed since this kernel or a host loaded it:
+        workers, losses, reward functions. Functions and classes of the notebook that a role was opened with count as
+        well, where their cell was run again. `lab.reload(reward=new_rule)` gives a role another function, `lab.reload(
+        critic=MyCritic)` another worker class: its `__init__` is not called again.
+
+        Functions and classes stay the objects that they are, and get the new code. Imports and new variables are taken
+        too. An edit of any other line of a module is a `ReloadError`; `lab.save(path)`, then `lab.recover()` restarts
+        the hosts with it. New operations can be called, `lab.reuse()` and branches know that the code is another.
+
+        Waits for the stages that are under way. All processes take the edits, or none: a file with a syntax error is a
+        `BadInput` that names file and line, code that raises while it is loaded, in whichever process, a
+        `ReloadError`, whose `report` says where; the old code goes on. Returns a report with a row a process.
+        """
         self._runner.require_alone("reload()", "stages that belong together run the same code")
         self._runner.scheduler.drain()
         was = self._hosts.description
@@ -138,14 +150,14 @@ class Reloader:
         return report
 
     def autoreload(self, on: bool = True) -> None:
-        """See `Workbench.autoreload`."""
+        """From now on (or, with False, no longer), reload before a stage that a cell calls, and before an algorithm's
+        step or loop, where a file was edited or a cell with code of a role was run again; one line says so. A syntax
+        error refuses the stage."""
         self._runner.ownership.check_open()
-        if not isinstance(on, bool):
-            raise BadInput(f"autoreload({shown(on, 40)})", "takes True or False")
         self._watched = self._files_of_hosts() if on else None
 
     def take_edits(self) -> None:
-        """See `Workbench.take_edits`."""
+        """What `autoreload` does before a stage; nothing inside a loop, or inside `overlap`."""
         runner = self._runner
         if runner.scheduler.overlaps or runner.snapshots.open or runner.batches.looping:
             return  # what belongs together runs the same code
@@ -173,7 +185,7 @@ class Reloader:
         self._told, found = files, set[str]()
         backend = self._hosts.backend
         asked = [backend.ask(info.name, "stale_sources") for info in self._hosts.whole]
-        backend.wait(asked, ANSWER_S)
+        backend.wait(asked, EDITS_S)
         for pending in asked:
             with suppress(WorkbenchError):  # of a host that is gone the stage itself tells
                 found |= set(pending.result() if pending.done() else ())

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.config.description import Description
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -38,8 +37,8 @@ from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
+    from workbench.config.description import Description
     from workbench.data.prompt_stream import PromptStream
-
 
 RUN_FILE, FORMAT = Path("run.json"), 1
 LATEST_S = 4102444800  # the year 2100: a moment behind it is not one of ours

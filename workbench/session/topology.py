@@ -21,6 +21,7 @@ from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.placement.moves import TAKEN_ALONG
 from workbench.stages.group import Groups
 from workbench.stages.ledger import Counters, Ownership
+from workbench.support.validation import PositiveFloat
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
 from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
@@ -53,7 +54,10 @@ class Topology:
         return self._hosts.describe(without)
 
     def frame(self) -> pd.DataFrame:
-        """See `Workbench.topology`."""
+        """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine,
+        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and bytes by use,
+        asked of the live processes. `lab.memory()` draws it.
+        """
         import pandas as pd
 
         rows = []
@@ -116,13 +120,15 @@ class Topology:
         return table(rows, caption=caption)
 
     def memory(self) -> DeviceMap:
-        """See `Workbench.memory`."""
+        """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes. A host
+        that does not answer has an empty box, which says why."""
         from workbench.display.devices import device_map
 
         return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
-    def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
-        """See `Workbench.read_memory`."""
+    def read_memory(self, timeout_s: PositiveFloat = ANSWER_S) -> list[MemoryReading]:
+        """What each host holds now, in the order of the placement; kept in `telemetry.memory()`. Hosts answer while
+        they compute. One that is gone, or silent for `timeout_s` seconds, is a reading with an error."""
         readings = self._memory_now(timeout_s)
         self._telemetry.append_memory(readings)
         return readings
@@ -150,7 +156,7 @@ class Topology:
         return asked
 
     def estimate(self, placement: Placement | None = None) -> MemoryEstimate:
-        """See `Workbench.estimate`."""
+        """What a placement of this workbench's roles needs of each device's memory; None: the present one."""
         self._ownership.check_open()
         description = self._hosts.description if placement is None else self._hosts.description.placed(placement)
         seen = self._seen(without=self._hosts.lost)  # hosts of lost pools do not answer
@@ -163,7 +169,14 @@ class Topology:
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:
-        """See `Workbench.diff`."""
+        """What a change to another placement would move: which roles, how many bytes between which processes, the
+        memory that it needs on each device, and how long it should take. Nothing is touched.
+
+        models: of roles that it has and the workbench lacks: `lab.diff(lab.placement.with_role("cost", "policy"),
+        cost=too_long)` says what `lab.add` would do.
+        Raises `BadInput` for a placement that this workbench could not be opened with. Whether there is room, and there
+        are devices for new processes beside the old ones, is `.fits`; `.require_fit()` raises.
+        """
         return self.change(self._hosts.description.placed(placement, self._hosts.description.declaring(models)))
 
     def change(self, description: Description) -> PlacementChange:

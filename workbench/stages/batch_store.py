@@ -54,7 +54,12 @@ class BatchStore:
     def put(
         self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
     ) -> Batch:
-        """See `Workbench.put`."""
+        """A batch from columns made here: they go to the first host of the actor's pool
+        (without an actor, of the first role's that has a model).
+
+        table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
+        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
+        """
         found, where = _as_table(table), "put()" if owner == "notebook" else owner
         meta = _as_meta(meta, where)
         self.vocabulary.check(found, where)
@@ -83,18 +88,22 @@ class BatchStore:
 
     @stoppable("lab.load()", ("no batch has come of it", "the same call again loads it"))
     def load(self, path: str | Path) -> Batch:
-        """See `Workbench.load`."""
+        """A batch that `Batch.save` wrote, from this workbench or another: the same rows, columns and meta.
+
+        It goes where `put` puts tables. Raises `BadInput` for a file that is not there or not such a batch, and for one
+        with token ids of another tokenizer.
+        """
         meta, tables = files.read(path, self.vocabulary)
         parts = [self.put(table, meta=meta, owner=Path(path).name) for table in tables]
         return Batch.concat(parts) if len(parts) > 1 else parts[0]
 
     def get(self, name: str) -> Batch:
-        """See `Workbench.batch`."""
+        """A batch of the store by "name vversion", or the newest version of a name."""
         return self.store.get(name, self.load)
 
-    def forget(self, name: str) -> None:
-        """Remove a batch, or all versions of a name, from the store."""
-        self.store.release(name)
+    def forget(self, name: str | Batch) -> None:
+        """Remove a batch, or all versions of a name, from the store; its memory is free when no variable holds it."""
+        self.store.release(name.id if isinstance(name, Batch) else name)
         self.release_unused()
 
     def derived(self, batch: Batch, tool: str, inputs: Sequence[Batch]) -> None:
@@ -128,8 +137,8 @@ class BatchStore:
             lengths[pull.destinations] = pending.result()
         return lengths
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """See `Workbench.decode`."""
+    def decode(self, token_ids: Iterable[NonNegativeInt]) -> str:
+        """Text of token ids, special tokens included."""
         ids = list(token_ids)
         if wrong := [i for i in ids if not 0 <= i < self.vocabulary.size]:
             rule = f"{self.vocabulary.name!r} has ids 0 to {self.vocabulary.size - 1}"

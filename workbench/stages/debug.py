@@ -107,7 +107,10 @@ class Failures:
         )  # fmt: skip
 
     def last(self) -> FailedStage:
-        """The last stage that failed; `NotFound` where none has."""
+        """The last stage that failed, whether it was waited for or not: role, stage, ranks, the error and its text, the
+        arguments, and in `.batch` what it was given. That is kept on the hosts until the next stage fails, or
+        `lab.forget_error()`. Raises `NotFound` where none has failed.
+        """
         if self._last is None:
             raise NotFound(f"no stage of {self._name!r} has failed", "in this kernel, or it was forgotten")
         return self._last
@@ -120,8 +123,24 @@ class Failures:
 # --- lab.debug() ----------------------------------------------------------------------------------------------------
 
 
-def replay(runner: StageRunner, failed: FailedStage, *, rank: int | None, device: str | None, post_mortem: bool) -> Any:
-    """`lab.debug(...)`."""
+def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
+    """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
+
+    A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
+    gathered where it is cut over ranks), and is called as rank `rank` was (None: the first that failed): with its
+    rows of the kept batch, its arguments, its seed. The error is raised here with its real frames. Nothing of the
+    workbench changes; on the inline backend the stage is run in its place, and the role's state put back.
+    Functions that score are called one after the other in this thread, and without a time limit.
+
+    device: "cpu" or "cuda"; None: as the workbench's, where this process has such a one. post_mortem: enter the
+    debugger where it fails, instead of raising. Where it does not fail: says so, and returns what the rank made, an
+    `Output` or a value.
+
+    It is the state as it is now: an update that failed in its third step has taken two. One rank runs alone: sums
+    over ranks are over its own rows, and a model that was cut over ranks gives the same numbers within rounding.
+    Raises `NotFound` where no stage has failed, `BadInput` where this one cannot be run here.
+    """
+    failed = runner.failures.last()
     runner.check_driver()
     one_of("device", device, (None, "cpu", "cuda"))
     rank = (failed.ranks or (0,))[0] if rank is None else rank

@@ -416,8 +416,9 @@ class RunLog:
         return [self._look(e) for e in entries if iteration is None or e.record.iteration == iteration]
 
     def frame(self) -> pd.DataFrame:
-        """One row a call, see `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that
-        has not begun, or never did."""
+        """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended: see
+        `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that has not begun, or never
+        did."""
         import pandas as pd
 
         columns = [*RunRecord.__dataclass_fields__]

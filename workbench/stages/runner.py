@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Annotated, Any, SupportsFloat
 
 import torch
 
@@ -33,8 +33,10 @@ from workbench.stages.run import Run, RunLog
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.stage import StageRun
 from workbench.support.notebook_cell import running_cell, running_position
+from workbench.support.validation import Rule
 from workbench.telemetry.store import TelemetryStore
 
+Metrics = Annotated[Mapping[str, SupportsFloat], Rule("must be numbers by name", 'write {"mean": 1.0}')]
 # is told the meta of the rows that a stage gave rewards, and the rewards
 ScoreListener = Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]
 
@@ -75,11 +77,15 @@ class StageRunner(StageNames):
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Workbench.call`."""
+        """Run an operation on all ranks of its group.
+
+        Returns the batch's next version, an update's metrics, or what each rank returned. Inside `overlap()`, returns
+        at once: a batch that waits when it is read, or the `Run`.
+        """
         return self.carry_out(self.prepare(group, operation.name, args, kwargs))
 
     def submit(self, group: WorkerGroup, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """See `Workbench.submit`."""
+        """Run an operation in the background (on the inline backend: now)."""
         run = self.prepare(group, operation.name, args, kwargs)
         run.submit()
         return run
@@ -168,8 +174,8 @@ class StageRunner(StageNames):
             self.telemetry.append_transfers(reply.transfers)
             self.telemetry.append_syncs(reply.syncs)
 
-    def report(self, stage: str, metrics: Mapping[str, SupportsFloat]) -> None:
-        """See `Workbench.report`."""
+    def report(self, stage: str, metrics: Metrics) -> None:
+        """Record metrics of a stage that is a function, beside the metrics of the operations."""
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
         self.counters.last_metrics[stage] = values
@@ -193,8 +199,8 @@ class StageRunner(StageNames):
         return "" if self._driver is None else self._driver[1]
 
     def check_driver(self) -> None:
-        """Raise `NotFound` where the workbench is closed, `NotDriving` where another kernel drives it; beside that see
-        `Workbench.check_driver`."""
+        """Raise `BadInput` while another thread drives, `StageInterrupted` where this one is to stop, `NotFound` where
+        the workbench is closed, `NotDriving` where another kernel drives it."""
         self.ownership.check_drives()
         driver = self._driver
         if driver is not None and driver[0] is threading.current_thread() and driver[2]():
@@ -226,7 +232,7 @@ class StageRunner(StageNames):
     # --- several at once ----------------------------------------------------------------------------------------------
 
     def open_runs(self) -> Sequence[Run]:
-        """See `Workbench.open_runs`."""
+        """What was called and has not ended, in call order."""
         return [run for run in self.scheduler.called() if not run.done]
 
     @contextlib.contextmanager

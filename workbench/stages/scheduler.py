@@ -154,7 +154,7 @@ class Scheduler:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for every run of `overlapping()`; raises the error of the first one that failed."""
+        """Wait for every stage of `overlap()`; raises the error of the first one that failed."""
         runs, self._unwaited = self._unwaited, []
         errors = []
         for run in runs:

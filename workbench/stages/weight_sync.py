@@ -143,7 +143,9 @@ class RolloutCaller:
 
 
 def refresh_reference(runner: StageRunner) -> None:
-    """`lab.refresh_reference()`: the reference takes over the actor's weights."""
+    """Give the reference the actor's weights, as iterative DPO and TR-DPO (arXiv:2404.09656) do: the KL to it is 0
+    until the actor's next step. They go from host to host, to each rank what it holds of them; meanwhile the
+    actor's ranks keep one copy of them together, in host memory."""
     runner.require_nothing_to_skip("refresh_reference()")
     groups = runner.groups.by_role
     if runner.hosts.description.actor_is_reference:

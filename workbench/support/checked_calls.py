@@ -77,6 +77,9 @@ def checks_calls(called: str) -> Callable[[C], C]:
                 continue
             if not getattr(inner, "__isabstractmethod__", False):
                 wrapped = checked_call(f"{called}.{name}")(inner)
+                if inner is member:  # defined elsewhere, and assigned: it is shown as the class's own all the same
+                    wrapped.__module__, wrapped.__name__ = kind.__module__, name
+                    wrapped.__qualname__ = f"{kind.__qualname__}.{name}"
                 setattr(kind, name, wrapped if inner is member else type(member)(wrapped))
         return kind
 

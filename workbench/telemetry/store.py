@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
+from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer, union_s
@@ -190,8 +191,9 @@ class TelemetryStore:
         """Add what hosts said of their memory, and which of them said nothing."""
         self._append("memory", [reading.row() for reading in readings])
 
-    def spans(self, run: int | None = None) -> pandas.DataFrame:
-        """One row a span, by start: `SPAN_COLUMNS`. Child spans lie inside their parents: sum `parent == ""` only.
+    def spans(self, run: NonNegativeInt | None = None) -> pandas.DataFrame:
+        """Every timed piece of work on every rank, one a row, by start, seconds and bytes: `SPAN_COLUMNS`. Child spans
+        lie inside their parents: sum `parent == ""` only.
 
         run: only those of one stage call; the lines of others are not parsed.
         """
@@ -202,7 +204,15 @@ class TelemetryStore:
         return _timed_frame(self._read("transfers"), TRANSFER_COLUMNS)
 
     def syncs(self) -> pandas.DataFrame:
-        """One row a weight sync or generation, in order, with what is wrong with it: see `syncs.judged`."""
+        """The ledger of weights: one row a sync and one a generation, in order, with what is wrong with it.
+
+        version, trained_version: of the engine's and the trainer's weights, in optimizer steps. strategy: by which
+        slices moved between ranks. moved_bytes: between ranks, on all of them; taken_bytes: handed to the engines.
+        checksum_sent, checksum_received: of what moved, in the memory of those who sent it and of those who have it;
+        taken where `Generation.check_sync` says so.
+        verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
+        the engine had these weights; "failed". With culprit (weight, rank) and remedy.
+        """
         return _taken(self._read("syncs"), judged)
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
@@ -267,8 +277,9 @@ class TelemetryStore:
         """What is added to "spans", "transfers", ... from now on is `.new()`, and first all that is there."""
         return Follower(self._path(name))
 
-    def chrome_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write spans and transfers as a trace that Perfetto and chrome://tracing open; returns the path."""
+    def chrome_trace(self, path: str | Path) -> Path:
+        """Write everything that happened, spans and transfers, as a Chrome trace, which Perfetto and chrome://tracing
+        open; returns the path."""
         from workbench.telemetry.spans import trace_events
 
         spans: list[Any] = self.spans().to_dict("records")

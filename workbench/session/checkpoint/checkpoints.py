@@ -1,4 +1,4 @@
-"""The methods of a `Workbench` that keep a run on disk and go on with it."""
+"""`lab.save` and `lab.autosave`: every rank writes its part of every role, the controller what it knows itself."""
 
 from __future__ import annotations
 
@@ -6,22 +6,39 @@ import itertools
 import shutil
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from workbench.algorithms.loop import Algorithm
+from workbench.backends.starting import Step, settle
+from workbench.batches.batch import Batch
+from workbench.batches.files import write
 from workbench.data.prompt_stream import PromptStream
-from workbench.errors import HostDied, StageInterrupted
-from workbench.session.checkpoint.files import AUTOMATIC, MANIFEST, Checkpoint
-from workbench.session.checkpoint.saving import save
+from workbench.display.interrupts import stoppable
+from workbench.display.progress import Progress
+from workbench.errors import BadInput, HostDied, StageError, StageInterrupted, WriteFailed
+from workbench.placement import ROLLOUT
+from workbench.placement.moves import Models
+from workbench.placement.state import Part, state_of
+from workbench.session.checkpoint.files import (
+    AUTOMATIC,
+    LEDGER,
+    MANIFEST,
+    Checkpoint,
+    new_folder,
+    read_checkpoint,
+    write_manifest,
+)
 from workbench.session.position import Position
+from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.support.files import real_path
+from workbench.support.files import new_or_empty, path_of, real_path, write_bytes
 from workbench.support.validation import at_least, whole
+from workbench.workers.role_state import RoleFiles
 
-if TYPE_CHECKING:
-    from workbench.algorithms.loop import Algorithm
+ANSWER_S = 60.0  # how long an error waits until hosts have closed the files
 
 
 @dataclass
@@ -64,22 +81,43 @@ class Checkpoints:
         self.automatic: Automatic | None = None
 
     def save(self, path: str | Path, algorithm: Algorithm | None = None, *, models: bool = True) -> Checkpoint:
-        """See `Workbench.save`."""
-        position = self._position
-        found = algorithm or position.algorithm
-        position.last_saved = save(self._runner, position, self._prompts(), path, found, models=models)
-        return position.last_saved
+        """Write all that the run is to a new folder: of each role weights, moments of Adam, step count and schedule;
+        the random states of their ranks; the positions of prompts, examples and the algorithm. `wb.restore(path)` goes
+        on from it, under this placement or another, and a script with `--resume PATH`.
+
+        algorithm: whose KL coefficient, multiplier, and iteration under way are kept; None: the one that took the last
+        step, while a variable holds it. models: also write each trained role's model to
+        `roles/<role>/model`, for transformers and vLLM.
+
+        The folder is there when all of it is on the disk, or not at all. On several machines it is one that all of them
+        see. Waits for the stages under way. Raises `BadInput` where the folder holds something or the disk has no room,
+        `StageError` where a rank cannot write; what was saved before stays as it was.
+        """
+        self._runner.check_driver()
+        folder = new_or_empty(path_of(path, "path"))
+
+        def left() -> tuple[str, str]:
+            if (folder / MANIFEST).is_file():
+                return "the checkpoint is there, and whole", f"wb.restore({str(folder)!r}) goes on from it"
+            return "nothing of it is left, and what was saved before is as it was", "the same call again saves"
+
+        with stoppable(f"saving to {str(folder)!r}", left):
+            saved = self._save(folder, algorithm or self._position.algorithm, models=models)
+        self._position.last_saved = saved
+        return saved
 
     def autosave(
-        self,
-        every: int | None = 1,
-        *,
-        minutes: float | None = None,
-        keep: int = 2,
-        folder: str | Path | None = None,
-        models: bool = False,
-    ) -> None:
-        """See `Workbench.autosave`."""
+        self, every: int | None = 1, *, minutes: float | None = None, keep: int = 2,
+        folder: str | Path | None = None, models: bool = False,
+    ) -> None:  # fmt: skip
+        """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
+        `lab.autosave(None)` ends it.
+
+        It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
+        keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
+        default `checkpoints` in the run folder. models: as in `save`. What cannot be saved is warned of, and
+        the run goes on.
+        """
         if every is None and minutes is None:
             self.automatic = None
             return
@@ -92,7 +130,7 @@ class Checkpoints:
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
-        """See `Workbench.save_if_due`."""
+        """Between two iterations: save where `autosave` says so."""
         automatic = self.automatic
         if automatic is None or self._runner.snapshots.open or not automatic.due(self._runner.counters.iteration):
             return
@@ -113,3 +151,186 @@ class Checkpoints:
         automatic.note(folder, self._runner.counters.iteration)
         while len(automatic.written) > automatic.keep:
             shutil.rmtree(automatic.written.pop(0), ignore_errors=True)
+
+    # --- carrying it out ----------------------------------------------------------------------------------------------
+
+    def _save(self, folder: Path, algorithm: Algorithm | None, *, models: bool) -> Checkpoint:
+        self._check_can_save(folder)
+        roles = self._role_files(folder, models=models)
+        _check_room(folder, roles)
+        began = time.monotonic()
+        try:
+            with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
+                there = {role: replace(files, folder=str(beside / "roles" / role)) for role, files in roles.items()}
+                self._write(beside, there, algorithm, bar)
+        except WriteFailed as error:
+            raise WriteFailed(
+                f"nothing was saved to {str(folder)!r}: {error.value}", error.rule, error.remedy
+            ) from error
+        except OSError as error:
+            raise StageError(
+                f"nothing was saved to {str(folder)!r}", str(error), "what was saved before is as it was"
+            ) from error
+        self._runner.telemetry.append_event(
+            "saved", folder=str(folder), iteration=self._runner.counters.iteration, seconds=time.monotonic() - began
+        )
+        return read_checkpoint(folder)
+
+    def _check_can_save(self, folder: Path) -> None:
+        """Raise where roles cannot be saved now; waits for the stages under way."""
+        runner = self._runner
+        runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
+        if runner.scheduler.overlaps and runner.open_runs():
+            raise BadInput(
+                f"save({str(folder)!r}) inside lab.overlap()", "that needs the roles as they are", "do it afterwards"
+            )
+        for group in runner.groups.by_role.values():
+            runner.groups.check_alive(group)
+        runner.scheduler.drain()
+        if left := runner.interrupted.open_updates():
+            raise BadInput(
+                f"save({str(folder)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
+                "a checkpoint would not know which are taken",
+                "run the same call again, which takes the rest, and then save",
+            )  # fmt: skip
+
+    def _role_files(self, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
+        """What there is to save of each role: all that training, or a refreshed reference, has changed."""
+        description, weights = self._runner.hosts.description, self._runner.counters.weights
+        found, described = {}, description.role_models()
+        for role, model in described.items():
+            if role == ROLLOUT:  # they are sent the actor's weights
+                continue
+            parts = saved_parts(described, role, refreshed=bool(role in weights and weights[role].state))
+            if model is not None and not parts:
+                continue
+            layout = description.layout_of(role)
+            found[role] = RoleFiles(
+                role=role,
+                folder=str(folder / "roles" / role),
+                parts=parts,
+                layout=layout if model is None else model.standing(layout),
+                model=models and description.models[role].trained and description.is_ours(role),
+            )
+        return found
+
+    def _write(self, folder: Path, roles: Mapping[str, RoleFiles], algorithm: Algorithm | None, bar: Progress) -> None:
+        hosts, position, prompts = self._runner.hosts, self._position, self._prompts()
+        streams = [stream.state for stream in position.streams()]
+        state = {
+            **self._runner.counters.state(), "drawn": prompts.drawn, "prompts": prompts.state, "streams": streams,
+            "priority": position.buffer.priority_name,
+        }  # fmt: skip
+        if prompts.records is not None:
+            write_bytes(folder / LEDGER, prompts.records.state())
+        state["buffer"] = _kept_rollouts(position, folder)
+        rank_states = self._on_ranks(roles, "save_role", bar)
+        # only when every rank has written its part: here ranks wait for each other
+        self._on_ranks({role: files for role, files in roles.items() if files.model}, "save_model", bar)
+        for role, files in roles.items():
+            for path in files.expected(moments=rank_states[role][0].moments):
+                if not path.is_file():
+                    raise StageError(
+                        f"{path.name} of {role} is not in {str(folder)!r}",
+                        "its rank says that it wrote it: on another machine, which does not see this folder",
+                        "give a folder that all machines share",
+                    )
+        said = {
+            role: {
+                "layout": str(files.layout),
+                "steps": rank_states[role][0].steps,
+                "moments": rank_states[role][0].moments,
+                "loss_scale": rank_states[role][0].loss_scale,
+                "parts": [part.what for part in files.parts],
+            }
+            for role, files in roles.items()
+        }
+        values = {
+            "name": hosts.description.name,
+            "saved_s": time.time(),
+            "run_folder": str(hosts.run_folder),
+            "placement": str(hosts.placement),
+            "roles": said,
+            "state": state,
+            "algorithm": None if algorithm is None else _algorithm_state(algorithm, folder),
+        }
+        write_manifest(folder, values, hosts.description, rank_states)
+
+    def _on_ranks(self, roles: Mapping[str, RoleFiles], method: str, bar: Progress) -> dict[str, list[Any]]:
+        """Have all ranks of roles write; the answers of each role's ranks."""
+        runner, backend = self._runner, self._runner.hosts.backend
+        infos = runner.hosts.named()
+        steps = {
+            (role, rank): Step(f"saving {role}", infos[host], backend.work(host, method, files, rank))
+            for role, files in roles.items() for rank, host in enumerate(runner.groups.by_role[role].hosts)
+        }  # fmt: skip
+        try:
+            found = settle(backend, list(steps.values()), bar.note)
+        except BaseException:  # they write into a folder that is about to go
+            backend.wait([step.pending for step in steps.values()], ANSWER_S)
+            for step in steps.values():
+                if not step.pending.done():
+                    runner.hosts.clean_up_later(step.host.pool, "saving", step.pending)
+            raise
+        answers: dict[str, list[Any]] = {role: [] for role in roles}
+        for (role, _), answer in zip(steps, found, strict=True):
+            answers[role].append(answer)
+        return answers
+
+
+def saved_parts(models: Models, role: str, *, refreshed: bool) -> tuple[Part, ...]:
+    """The parts of a role that change. refreshed: whether weights that are not trained were given to it."""
+    model = models[role]
+    if model is None:
+        return ()
+    return tuple(
+        part for part in state_of(model) if model.trained != (part.what == "weights") and (model.trained or refreshed)
+    )
+
+
+def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
+    parts = [part for files in roles.values() for part in files.parts]
+    state = sum(part.copies * sum(weight.nbytes for weight in part.weights) for part in parts)
+    models = sum(weight.nbytes for files in roles.values() if files.model for weight in files.parts[-1].weights)
+    wanted = state + models
+    there = next(parent for parent in folder.parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if wanted > free:
+        raise BadInput(
+            f"save({str(folder)!r})", f"it takes about {wanted / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free",
+            "choose another disk, delete old checkpoints, or keep fewer with lab.autosave(keep=...)",
+        )  # fmt: skip
+
+
+def _kept_rollouts(position: Position, folder: Path) -> list[dict[str, Any]]:
+    """What waits in the buffer, each batch in a file of its own."""
+    numbers = itertools.count()
+
+    def keep(batch: Batch) -> dict[str, str]:
+        (folder / "buffer").mkdir(exist_ok=True)
+        path = write(folder / "buffer" / f"{next(numbers)}.safetensors", batch)
+        return {"batch": str(path.relative_to(folder))}
+
+    return position.buffer.state(keep)
+
+
+def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
+    """The position of an algorithm; what the iteration under way has made is written to files of its own."""
+    made: dict[str, Any] = {}
+    if algorithm.under_way:
+        (folder / "made").mkdir()
+        for number, (stage, value) in enumerate(algorithm.made.items()):
+            found = value.result() if isinstance(value, Run) else value
+            if isinstance(found, Batch):
+                made[stage] = {
+                    "batch": str(write(folder / "made" / f"{number}.safetensors", found).relative_to(folder))
+                }
+            elif isinstance(found, Mapping):
+                made[stage] = {"metrics": dict(found)}
+            else:
+                raise BadInput(
+                    f"saving in the middle of an iteration whose stage {stage!r} made a {type(found).__name__}",
+                    "batches and metrics can be saved",
+                    "finish the iteration first, with iterate()",
+                )
+    return algorithm.position(made)

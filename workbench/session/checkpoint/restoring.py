@@ -12,8 +12,8 @@ from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput
 from workbench.placement import ROLLOUT
 from workbench.placement.state import Part, state_of
+from workbench.session.checkpoint.checkpoints import saved_parts
 from workbench.session.checkpoint.files import Checkpoint
-from workbench.session.checkpoint.saving import saved_parts
 from workbench.session.position import Position
 from workbench.stages.runner import StageRunner
 from workbench.support.flat_settings import flat

@@ -1,11 +1,13 @@
-"""Assignments to a workbench: `lab.name = value` sets nothing that a stage would read, so that it is refused."""
+"""Names on a workbench: `lab.name` that is not there, and `lab.name = value`, which no stage would read."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.placement import ROLLOUT
 from workbench.support.named_fields import meant
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -21,6 +23,18 @@ _REMEDIES = {
     "placement": "move to it: lab.move(placement)",
     "name": "it is given when a workbench opens: wb.open('name', ...)",
 }
+
+
+def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> AttributeError:
+    """The error for `lab.name` that is not there. known: the names that are."""
+    if name == ROLLOUT:
+        rule = "the actor generates. Name 'rollout' in a pool, or lab.add('rollout', pool=...)"
+        return AttributeError(f"this workbench has no rollout workers: {rule}")
+    if name in ROLE_WORKERS:
+        remedy = f"Declare it in models=, or lab.add({name!r}, ...)"
+        return AttributeError(f"this workbench has no {name}; it has {', '.join(roles)}. {remedy}")
+    near = meant(name, [*roles, *(one for one in known if not one.startswith("_"))], str)
+    return AttributeError(f"a Workbench has no attribute {name!r}" + (f": {near}" if near else ""))
 
 
 def set_attribute(lab: Any, name: str, value: Any) -> None:
