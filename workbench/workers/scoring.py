@@ -23,7 +23,7 @@ from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.support.calls.limits import gives_notes, of_itself
+from workbench.support.calls.needs import gives_notes, of_itself
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.workers.hints import Status, failed_rows
