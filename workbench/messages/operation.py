@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
@@ -15,6 +15,9 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of, one_of
 
+if TYPE_CHECKING:
+    from workbench.batches.handle import BatchHandle
+
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 ALL_TEXT = "all text"
@@ -22,25 +25,6 @@ Check = Callable[[Mapping[str, Any]], object]
 CheckModel = Callable[[Mapping[str, Any], Model], object]
 CheckColumns = Callable[[Mapping[str, Any], Model, Collection[str]], object]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Travelling(Protocol):
-    """What is asked of a batch to say which of its columns go to the ranks."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All its columns."""
-        ...
-
-    @property
-    def text_names(self) -> tuple[str, ...]:
-        """Those of Python objects."""
-        ...
-
-    @property
-    def unknown_names(self) -> tuple[str, ...]:
-        """Those of which it is not known what they hold."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +86,13 @@ class Operation:
         """This operation with `optional` said for these arguments."""
         return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
 
-    def awaited(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+    def awaited(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
         """Columns of a batch that have to be there before `travelling` can be said."""
         assert not callable(self.optional)
         more = batch.unknown_names if ALL_TEXT in self.optional else ()
         return (*self.travelling(needed, batch), *more)
 
-    def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+    def travelling(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
         """All columns of a batch that go to the ranks."""
         assert not callable(self.optional), "its arguments have to be given first"
         more = batch.text_names if ALL_TEXT in self.optional else ()
