@@ -14,7 +14,7 @@ from typing import Any, Literal
 from workbench.data import user_functions
 from workbench.errors import RolloutError
 from workbench.errors.plain_text import shown
-from workbench.support.calls.limits import NAME
+from workbench.support.calls.needs import LIMITS
 from workbench.support.fingerprint import fingerprint
 
 
@@ -99,7 +99,7 @@ class Resumed:
 
     def __getattr__(self, name: str) -> Any:
         """What is said of `make` holds here too: its name, limits, format of tool calls."""
-        if name == "make" or (name.startswith("__") and name not in (NAME, "__name__", "__qualname__", "__module__")):
+        if name == "make" or (name.startswith("__") and name not in (LIMITS, "__name__", "__qualname__", "__module__")):
             raise AttributeError(name)
         return getattr(self.make, name)
 

@@ -7,13 +7,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from workbench.support.calls.needs import mark_of, marked
+from workbench.support.calls.needs import LIMITS, mark_of, marked
 from workbench.support.checked_calls import checked_call
 from workbench.support.machine import total_bytes
 from workbench.support.validation import Whole, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
-NAME = "__workbench_limits__"
 LEAST_BYTES = 2**26
 
 
@@ -46,9 +45,9 @@ def limits(*, memory_bytes: int | None = None, own_process: bool = True) -> Call
     """
     values = {"memory_bytes": memory_bytes, "own_process": own_process}
     Limits(**values)  # type: ignore[arg-type]
-    return marked(NAME, values, "limits of")  # plain values: the process that gets the function imports little
+    return marked(LIMITS, values, "limits of")  # plain values: the process that gets the function imports little
 
 
 def limits_of(function: Any) -> Limits:
     """What `limits` has said of a function, of the one that a partial calls, or of an object's class."""
-    return Limits(**mark_of(function, NAME, {}))
+    return Limits(**mark_of(function, LIMITS, {}))

@@ -11,7 +11,8 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 
 F = TypeVar("F", bound=Callable[..., Any])
-NEEDS, NOTES, AT_ONCE = "__workbench_needs__", "__workbench_notes__", "__workbench_at_once__"
+LIMITS, NEEDS = "__workbench_limits__", "__workbench_needs__"
+NOTES, AT_ONCE = "__workbench_notes__", "__workbench_at_once__"
 
 
 def marked(name: str, value: Any, called: str = "") -> Callable[[F], F]:
