@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
-from workbench.messages.protocols import PROTOCOLS, TransferProtocol
+from workbench.messages.protocols import PROTOCOLS, THREE_D_PROTO, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
@@ -182,6 +183,11 @@ def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in signature.parameters.items() if parameter.kind not in several]
     return {name: hint for name, hint in hints_of(method).items() if name in named}
+
+
+# stages of a model: they compute with every row of a minibatch on its replica; an update makes optimizer steps
+row_stage = partial(register, THREE_D_PROTO, minibatched=True)
+update_stage = partial(row_stage, updates=True)
 
 
 def checked_arguments(
