@@ -93,7 +93,7 @@ class Description:
                 "what devices another cluster has cannot be seen from here",
                 "add device='cuda' or device='cpu'",
             )
-        device = device or _local_device()
+        device = device or ("cuda" if _device_count("cuda") else "cpu")
         if device == "cuda" and address is None and not _device_count("cuda"):
             raise BadInput(
                 "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
@@ -361,12 +361,6 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
     return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
-
-
-def _local_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _device_count(device: str) -> int:
