@@ -140,7 +140,7 @@ class Examples(EpochRows[Tokenized]):
             cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
             table["mismatched_ids"] = Ragged.of(cut, torch.int64)
             table["desirable"] = torch.tensor([row.example.desirable for row in rows])
-        if self.has_margin:
+        if self.training and self.training[0].example.margin is not None:  # all rows have one, or none
             table["margin"] = torch.tensor([float(row.example.margin or 0) for row in rows])
         return table
 
@@ -148,11 +148,6 @@ class Examples(EpochRows[Tokenized]):
     def columns(self) -> tuple[str, ...]:
         """The columns of `table`."""
         return tuple(self.table(self.training[:1]))
-
-    @property
-    def has_margin(self) -> bool:
-        """Whether the rows say by how much more the chosen answer is preferred."""
-        return bool(self.training) and self.training[0].example.margin is not None
 
     @property
     def summary(self) -> str:

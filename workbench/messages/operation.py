@@ -185,7 +185,7 @@ def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str
     return {name: hint for name, hint in hints_of(method).items() if name in named}
 
 
-# stages of a model: they compute with every row of a minibatch on its replica; an update makes optimizer steps
+# Most stages of models: replicas share the rows of each minibatch. An update takes optimizer steps.
 row_stage = partial(register, THREE_D_PROTO, minibatched=True)
 update_stage = partial(row_stage, updates=True)
 

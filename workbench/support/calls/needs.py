@@ -51,17 +51,6 @@ def with_notes(function: F) -> F:
     return marked(NOTES, True)(function)
 
 
-def gives_notes(function: Any) -> bool:
-    """Whether a function, or the one that a partial calls, returns `Noted` scores."""
-    return bool(mark_of(function, NOTES))
-
-
 def at_once(calls: int) -> Callable[[F], F]:
     """A decorator of a function that waits, and of which so many calls are under way at once unless told otherwise."""
     return marked(AT_ONCE, calls)
-
-
-def of_itself(function: Any) -> int | None:
-    """How many calls of a function, or of the one that a partial calls, are under way at once where nothing is said."""
-    found: int | None = mark_of(function, AT_ONCE)
-    return found
