@@ -47,7 +47,7 @@ class Reply:
 
     prompt_ids: the prompt that `reset` made of messages, in place of the row's. limit: what the conversation ran out
     of, so that it ends, although the environment has not said so. again: the conversation is to begin again, with a new
-    environment. failure: why it ends instead. observed: `resumed.digest` of the observation. summary_ids: what the
+    environment. failure: why it ends instead. observed: `digest` of the observation. summary_ids: what the
     function of `Context.summary` returned, where it was asked.
     """
 
