@@ -185,7 +185,7 @@ class Description:
         """The models without the rollout workers' own, and with an actor that generates."""
         models = dict(self.models)
         if rollout := models.pop(ROLLOUT, None):
-            models["actor"] = models["actor"].generating(rollout.generation)
+            models["actor"] = models["actor"].changed(generation=rollout.generation)
         return models
 
     def as_declared(self) -> dict[str, Model]:
@@ -360,7 +360,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
-    return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
+    return {**models, "actor": actor.changed(generation=None), ROLLOUT: replace(actor, adapter=None, worker=None)}
 
 
 def _device_count(device: str) -> int:
