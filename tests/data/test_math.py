@@ -15,7 +15,7 @@ from workbench.config.requirements import check_function
 from workbench.data.reward_function import Asking, score_rows
 from workbench.data.verifiers import math
 from workbench.errors import BadInput, MissingDependency
-from workbench.support.calls.limits import needs
+from workbench.support.calls.needs import needs
 from workbench.support.calls.sessions import UserCalls
 
 # answer | response

@@ -146,7 +146,7 @@ def test_a_program_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_machine_without_a_sandbox_says_so_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench.support.calls.limits import check_needs
+    from workbench.support.calls.needs import check_needs
 
     check_needs(wb.Tools([wb.toolbox.calculator]))
     monkeypatch.setattr("workbench.data.sandbox.problem_here", lambda: "there is no bwrap")

@@ -9,7 +9,7 @@ A column is one of
 Tables on their way between processes: arrays in place of tensors, which pickle protocol 5 moves without a copy.
 
 Tables as tensordicts, for users who want them: ragged columns are nested tensors of jagged layout, lists non-tensor
-data. Only this file imports tensordict, which takes seconds.
+data. These functions import tensordict, which takes seconds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.errors.plain_text import shown
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,25 +283,29 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tr
 
 def to_tensordict(table: Mapping[str, ColumnValues], rows: int) -> TensorDict:
     """The columns of a table of that many rows, over the same memory."""
-    return TensorDict({name: _entry_of(column) for name, column in table.items()}, batch_size=[rows])
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-
-def _entry_of(column: ColumnValues) -> Any:
-    if isinstance(column, Ragged):
-        offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
-        return torch.nested.nested_tensor_from_jagged(column.values, offsets)
-    if isinstance(column, Tensor):
-        return column
-    return NonTensorStack(*map(NonTensorData, column))  # one by one: a list among the entries is an entry, and no axis
+    entries: dict[str, Any] = {}
+    for name, column in table.items():
+        if isinstance(column, Ragged):
+            offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
+            entries[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
+        elif isinstance(column, Tensor):
+            entries[name] = column
+        else:  # one by one: a list among the entries is an entry, and no axis
+            entries[name] = NonTensorStack(*map(NonTensorData, column))
+    return TensorDict(entries, batch_size=[rows])
 
 
 def from_tensordict(given: TensorDict) -> Table:
     """The inverse of `to_tensordict`."""
-    return {str(name): _column_of(given.get(name)) for name in given.keys()}  # noqa: SIM118 (it iterates over rows)
+    from tensordict import NonTensorData, NonTensorStack
 
-
-def _column_of(entry: Any) -> ColumnValues:
-    if isinstance(entry, NonTensorStack | NonTensorData):
-        entries: list[Any] = entry.tolist()
-        return entries
-    return Ragged(entry.values(), entry.offsets().diff()) if entry.is_nested else entry
+    table: Table = {}
+    for name in given.keys():  # noqa: SIM118 (it iterates over rows)
+        entry: Any = given.get(name)
+        if isinstance(entry, NonTensorStack | NonTensorData):
+            table[str(name)] = entry.tolist()
+        else:
+            table[str(name)] = Ragged(entry.values(), entry.offsets().diff()) if entry.is_nested else entry
+    return table

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from workbench.batches import files
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, to_tensordict
 from workbench.batches.location import Column, Location, Maker, RowProvider, ShardCounts
 from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
-from workbench.batches.turns import chosen_mean, marked
+from workbench.batches.turns import TURN_COLUMNS, chosen_mean, frame_of_turns, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, UnknownColumn
@@ -272,8 +272,6 @@ class BatchHandle:
     def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
         """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
         data."""
-        from workbench.batches.columns import to_tensordict
-
         return to_tensordict(self.fetch(columns, rows), self.rows if rows is None else len(rows))
 
     @checked_call("batch.df")
@@ -310,8 +308,6 @@ class BatchHandle:
         mean over the turn's tokens inside the mask; with `returns` also `return`, in the same way.
         Raises `UnknownColumn` without `turn_starts`, `turn_ends`, which `generate_sequences(environment=...)` writes.
         """
-        from workbench.batches.turns import TURN_COLUMNS, frame_of_turns
-
         self.need(["turn_starts", "turn_ends", "response_ids", "response_mask"], "turns")
         numbers = list(range(self.rows)) if rows is None else self._row_numbers(rows).tolist()
         table = self.fetch([name for name in TURN_COLUMNS if name in self.names], numbers)

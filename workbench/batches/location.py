@@ -21,6 +21,7 @@ from workbench.errors import BadInput
 
 if TYPE_CHECKING:
     from workbench.batches.columns import Table
+    from workbench.batches.handle import BatchHandle
     from workbench.batches.vocabulary import Vocabulary
 
 
@@ -233,12 +234,6 @@ class Column:
     made_with: str = ""
 
 
-class Settled(Protocol):
-    """A batch that takes over what its makers have made."""
-
-    def settle(self, *, wait: bool = True) -> None: ...
-
-
 class Maker(Protocol):
     """A run that makes columns of a batch. writes: their names. made, meta: those, and what travels along, once it is
     done. dependents: the batches that wait for it."""
@@ -248,7 +243,7 @@ class Maker(Protocol):
     writes: tuple[str, ...]
     made: Mapping[str, Column]
     meta: Mapping[str, Any]
-    dependents: list[weakref.ref[Settled]]
+    dependents: list[weakref.ref[BatchHandle]]
 
     @property
     def state(self) -> str: ...

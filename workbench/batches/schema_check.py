@@ -67,8 +67,8 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
             raise BadInput(f"{where}column {name!r} is {kind_of(column)}", "it must be a list with a text a row")
         return
     values = column.values if isinstance(column, Ragged) else column
-    right_rows = isinstance(column, Ragged) if schema.row == "tokens" else not isinstance(column, list)
-    if not isinstance(values, Tensor) or not right_rows or values.ndim != 1 or _wrong_row(schema, column):
+    kinds = {"one": (Tensor,), "tokens": (Ragged,), "either": (Tensor, Ragged)}[schema.row]
+    if not isinstance(values, Tensor) or not isinstance(column, kinds) or values.ndim != 1:
         raise _wrong_kind(name, column, schema, where)
     if not _right_dtype(schema, values.dtype):
         dtype = str(values.dtype).removeprefix("torch.")
@@ -169,10 +169,6 @@ def _check_sequences(
             f"the model reads at most {limits.context}: its numbers beyond that mean nothing",
             "cut the row, leave it out, or take a model with a longer context",
         )
-
-
-def _wrong_row(schema: ColumnSchema, column: ColumnValues) -> bool:
-    return schema.row == "one" and isinstance(column, Ragged)
 
 
 def _whole(schema: ColumnSchema) -> bool:

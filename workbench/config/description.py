@@ -93,7 +93,7 @@ class Description:
                 "what devices another cluster has cannot be seen from here",
                 "add device='cuda' or device='cpu'",
             )
-        device = device or _local_device()
+        device = device or ("cuda" if _device_count("cuda") else "cpu")
         if device == "cuda" and address is None and not _device_count("cuda"):
             raise BadInput(
                 "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
@@ -185,7 +185,7 @@ class Description:
         """The models without the rollout workers' own, and with an actor that generates."""
         models = dict(self.models)
         if rollout := models.pop(ROLLOUT, None):
-            models["actor"] = models["actor"].generating(rollout.generation)
+            models["actor"] = models["actor"].changed(generation=rollout.generation)
         return models
 
     def as_declared(self) -> dict[str, Model]:
@@ -360,13 +360,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
-    return {**models, "actor": actor.generating(None), ROLLOUT: replace(actor, adapter=None, worker=None)}
-
-
-def _local_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return {**models, "actor": actor.changed(generation=None), ROLLOUT: replace(actor, adapter=None, worker=None)}
 
 
 def _device_count(device: str) -> int:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from workbench.data.agent_calls import Harness, call_agent, checked_outcome
-from workbench.data.user_functions import short
+from workbench.data.user_functions import failure_of
 from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.calls.limits import limits, limits_of
@@ -142,12 +142,5 @@ class Agents:
 
     def error(self, row: int, what: str, rule: str = "", remedy: str = "") -> RolloutError:
         """What went wrong with a row."""
-        prompt = short(str(self._rows[row].get("prompt", "")))
-        error = RolloutError(
-            f"agent {name_of(self._function)} {what} for row {self._row_numbers[row]} on {self._where}, "
-            f"prompt {prompt!r}",
-            rule,
-            remedy,
-        )
-        error.what = what
-        return error
+        function, of = f"agent {name_of(self._function)}", f"row {self._row_numbers[row]} on {self._where}"
+        return failure_of(RolloutError, function, what, of, self._rows[row], rule, remedy)

@@ -17,9 +17,8 @@ from typing import Any
 
 from workbench.data.user_functions import accepted, asks_for, finite_number
 from workbench.errors.plain_text import shown
-from workbench.support.calls import limits
+from workbench.support.calls import needs
 from workbench.support.calls.server import WrongValue
-from workbench.support.files import write_json
 
 
 class Harness:
@@ -28,10 +27,10 @@ class Harness:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
         self._takes_client = asks_for(function, "client")
-        setattr(self, limits.NAME, self._prepare)
+        setattr(self, needs.NEEDS, self._prepare)
 
     def _prepare(self) -> None:
-        limits.check_needs(self.function)
+        needs.check_needs(self.function)
         if self._takes_client:
             import openai  # noqa: F401
 
@@ -89,6 +88,8 @@ class EndpointCall:
     records = False  # nothing that is answered is part of a row
 
     def __call__(self, base_url: str, api_key: str) -> None:
+        from workbench.support.files import write_json
+
         folder = Path(self.folder)
         if not folder.is_dir():
             return

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
+from workbench.support.calls.needs import mark_of, marked
 from workbench.support.checked_calls import checked_call
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,20 +25,10 @@ def batched(*, over: Over = "batch") -> Callable[[F], F]:
     over: "batch", all rows of the batch, on however many ranks they lie; "group", the rows of one prompt, a call each.
     Rows whose response failed are not among them. Where a call fails, all its rows have failed.
     """
-
-    def decorate(function: F) -> F:
-        try:
-            setattr(function, NAME, over)
-        except AttributeError:
-            raise BadInput(f"batched {shown(function)}", "it takes no attributes", "wrap it in a function") from None
-        return function
-
-    return decorate
+    return marked(NAME, over, "batched")
 
 
 def over_of(function: Any) -> Over | None:
     """Over what a function is called, or the one that a partial calls; None: a row at a time."""
-    while isinstance(function, functools.partial) and not hasattr(function, NAME):
-        function = function.func
-    found: Over | None = getattr(function, NAME, None)
+    found: Over | None = mark_of(function, NAME)
     return found

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from workbench.data import user_functions
 from workbench.errors import RolloutError
 from workbench.errors.plain_text import shown
-from workbench.support.calls.limits import NAME
+from workbench.support.calls.needs import LIMITS
 from workbench.support.fingerprint import fingerprint
 
 
@@ -47,7 +47,7 @@ class Reply:
 
     prompt_ids: the prompt that `reset` made of messages, in place of the row's. limit: what the conversation ran out
     of, so that it ends, although the environment has not said so. again: the conversation is to begin again, with a new
-    environment. failure: why it ends instead. observed: `resumed.digest` of the observation. summary_ids: what the
+    environment. failure: why it ends instead. observed: `digest` of the observation. summary_ids: what the
     function of `Context.summary` returned, where it was asked.
     """
 
@@ -99,7 +99,7 @@ class Resumed:
 
     def __getattr__(self, name: str) -> Any:
         """What is said of `make` holds here too: its name, limits, format of tool calls."""
-        if name == "make" or (name.startswith("__") and name not in (NAME, "__name__", "__qualname__", "__module__")):
+        if name == "make" or (name.startswith("__") and name not in (LIMITS, "__name__", "__qualname__", "__module__")):
             raise AttributeError(name)
         return getattr(self.make, name)
 

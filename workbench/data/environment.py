@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.data import conversation_turns, user_functions
 from workbench.data.conversation_turns import Reply, Said, Told, Turn
-from workbench.data.user_functions import short
+from workbench.data.user_functions import failure_of
 from workbench.errors import BadInput, RolloutError
 from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import render_reply
@@ -378,12 +378,8 @@ class Environments:
         return Reply(failure=error)
 
     def _error(self, method: str, row: int, what: str, rule: str = "", remedy: str = "") -> RolloutError:
-        prompt = short(str(self._rows[row].get("prompt", "")))
-        error = RolloutError(
-            f"{method} of environment {name_of(self._make)} {what} for row {self._row_numbers[row]} on {self._where}, "
-            f"prompt {prompt!r}",
-            rule,
-            remedy,
-        )
+        function = f"{method} of environment {name_of(self._make)}"
+        of = f"row {self._row_numbers[row]} on {self._where}"
+        error = failure_of(RolloutError, function, what, of, self._rows[row], rule, remedy)
         error.what = f"{method} {what}"
         return error

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
-from workbench.data.example_rows import Conversation, Example, demonstration, dialogue, feedback, pair
+from workbench.data.example_rows import Example, demonstration, dialogue, feedback, pair
 from workbench.data.prompt_stream import Feed
 from workbench.data.prompts import EpochRows
 from workbench.data.readers import BadRows, Overlong, Row, Rows, counts
@@ -124,8 +124,9 @@ class Examples(EpochRows[Tokenized]):
         demonstrations also `response_mask`, all ones; for feedback `desirable`, and `mismatched_ids`: the answer of the
         row before (of the last one for the first), cut where it is too long for this row's prompt, which KTO's
         reference point is estimated from; `margin` where the rows have one."""
+        prompts = [row.example.prompt for row in rows]
         table: Table = {
-            "prompt": [_last_said(row.example.prompt) for row in rows],
+            "prompt": [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts],
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
         }
         for i, name in enumerate(ANSWERS[self.kind]):
@@ -139,7 +140,7 @@ class Examples(EpochRows[Tokenized]):
             cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
             table["mismatched_ids"] = Ragged.of(cut, torch.int64)
             table["desirable"] = torch.tensor([row.example.desirable for row in rows])
-        if self.has_margin:
+        if self.training and self.training[0].example.margin is not None:  # all rows have one, or none
             table["margin"] = torch.tensor([float(row.example.margin or 0) for row in rows])
         return table
 
@@ -147,11 +148,6 @@ class Examples(EpochRows[Tokenized]):
     def columns(self) -> tuple[str, ...]:
         """The columns of `table`."""
         return tuple(self.table(self.training[:1]))
-
-    @property
-    def has_margin(self) -> bool:
-        """Whether the rows say by how much more the chosen answer is preferred."""
-        return bool(self.training) and self.training[0].example.margin is not None
 
     @property
     def summary(self) -> str:
@@ -242,10 +238,6 @@ def _split(rows: list[Tokenized], held_out: int, seed: int) -> tuple[list[Tokeni
         if len(apart) + len(ordered[g]) <= held_out:
             apart.update(ordered[g])
     return [row for i, row in enumerate(rows) if i in apart], [row for i, row in enumerate(rows) if i not in apart]
-
-
-def _last_said(prompt: Conversation) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 @checks_calls("examples")

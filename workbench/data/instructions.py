@@ -21,6 +21,7 @@ from workbench.errors.plain_text import shown
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked
 
+ANSWERS = ("yes", "no", "maybe")
 FENCES = ("```json", "```Json", "```JSON", "```")
 MARKS, CLOSING, PAUSES = ".!?", "\"'”’)]}*", ",;:"
 _OPENING = "\"'“‘([{*"
@@ -81,10 +82,6 @@ def _compared(count: float, relation: str, limit: float) -> bool:
 def _occurrences(text: str, keyword: str) -> int:
     """Also inside of words: "sun" occurs in "sunset"."""
     return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
-
-
-def _keywords(text: str, keywords: Sequence[str]) -> bool:
-    return all(_occurrences(text, keyword) for keyword in keywords)
 
 
 def _frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
@@ -184,16 +181,8 @@ def _title(text: str) -> bool:
     return False
 
 
-def _constrained(text: str) -> bool:
-    return any(one in text for one in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
-
-
 def _repeats(text: str, prompt_to_repeat: str) -> bool:
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _ends(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
@@ -242,7 +231,7 @@ def capital_word_count(text: str) -> int:
 
 
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _keywords,
+    "keywords:existence": lambda text, keywords: all(_occurrences(text, keyword) for keyword in keywords),
     "keywords:frequency": _frequency,
     "keywords:forbidden_words": _forbidden,
     "keywords:letter_frequency": _letters,
@@ -257,10 +246,12 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
     "detectable_format:title": _title,
-    "detectable_format:constrained_response": _constrained,
+    "detectable_format:constrained_response": lambda text: any(f"My answer is {one}." in text for one in ANSWERS),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": _repeats,
-    "startend:end_checker": _ends,
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,

@@ -13,7 +13,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import said, shown
 from workbench.models.spec import Judging, Model
 from workbench.settings.engines import DType, Generation, Sampling
-from workbench.support.calls.limits import with_notes
+from workbench.support.calls.needs import with_notes
 from workbench.support.calls.server import WrongValue
 from workbench.support.checked_calls import checked_call
 

@@ -14,7 +14,7 @@ from workbench.data.sandbox import MOST_SHOWN_BYTES, REMEDY, Ran, check_sandbox,
 from workbench.data.user_functions import Noted, short
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import plain_text, shown
-from workbench.support.calls.limits import at_once, needs, with_notes
+from workbench.support.calls.needs import at_once, needs, with_notes
 from workbench.support.validation import at_least, checked
 
 Share = Literal["all", "share"]

@@ -17,14 +17,15 @@ from workbench.data.user_functions import (
     Steps,
     checked_score,
     checked_scores,
+    failure_of,
     parameters_of,
     score,
     score_together,
-    short,
 )
 from workbench.errors import BadInput, RewardError, StageError
 from workbench.errors.plain_text import shown
-from workbench.support.calls.limits import check_needs, limits_of
+from workbench.support.calls.limits import limits_of
+from workbench.support.calls.needs import check_needs
 from workbench.support.calls.pickling import name_of, pickled
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant
@@ -205,9 +206,6 @@ def score_groups(
 def _error(
     function: RewardFunction, what: str, of: str, row: Mapping[str, Any], rule: str, returns: str, remedy: str
 ) -> RewardError:
-    """The error of a call. what: it did; of: which rows; returns: the rule for what a call returns."""
-    prompt = short(str(row.get("prompt", "")))
+    """The error of a call. returns: the rule for what a call returns."""
     rule = rule or returns * what.startswith("returned")
-    made = RewardError(f"reward function {name_of(function)} {what} for {of}, prompt {prompt!r}", rule, remedy)
-    made.what = what
-    return made
+    return failure_of(RewardError, f"reward function {name_of(function)}", what, of, row, rule, remedy)

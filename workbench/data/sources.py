@@ -84,14 +84,6 @@ def _without_prompt(row: Row) -> bool:
     return not any(name in row for name in PROMPTS)
 
 
-def _is_verl(row: Row) -> bool:
-    return "prompt" in row and isinstance(row.get("reward_model"), Mapping) and "ground_truth" in row["reward_model"]
-
-
-def _of_verl(row: Row) -> Row:
-    return {"answer": row["reward_model"]["ground_truth"], **row}
-
-
 def _of_openrlhf(row: Row) -> Row:
     name = "context_messages" if "context_messages" in row else "input"
     prompt = "prompt" if isinstance(row[name], str) or "chosen" in row or "output" in row else "messages"
@@ -119,7 +111,11 @@ def _is_sharegpt(row: Row) -> bool:
 
 
 CONVENTIONS = (
-    Convention("verl's columns: the answer is reward_model['ground_truth']", _is_verl, _of_verl),
+    Convention(
+        "verl's columns: the answer is reward_model['ground_truth']",
+        lambda row: "prompt" in row and isinstance(r := row.get("reward_model"), Mapping) and "ground_truth" in r,
+        lambda row: {"answer": row["reward_model"]["ground_truth"], **row},
+    ),
     Convention(
         "Alpaca's columns: 'instruction' with 'input' is the prompt, 'output' the answer",
         lambda row: _without_prompt(row) and isinstance(row.get("instruction"), str) and "output" in row,

@@ -25,7 +25,7 @@ from pydantic import Field
 from workbench.data.sandbox import REMEDY, check_sandbox, run_python
 from workbench.data.tools import Tool
 from workbench.errors import BadInput, MissingDependency
-from workbench.support.calls.limits import needs
+from workbench.support.calls.needs import needs
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
 

@@ -32,7 +32,7 @@ from workbench.data.user_functions import short
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import is_text
-from workbench.support.calls.limits import check_needs
+from workbench.support.calls.needs import check_needs
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveFloat, PositiveInt, one_of
 
@@ -205,7 +205,7 @@ class Tools:
         return (self.system or "").replace(PLACE, shown)
 
     def __workbench_needs__(self) -> None:
-        """Raise where one of the tools cannot work, see `workbench.support.calls.limits`."""
+        """Raise where one of the tools cannot work, see `workbench.support.calls.needs`."""
         for tool in self.by_name.values():
             check_needs(tool.function)
 

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+from workbench.errors import StageError
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import has_texts, is_text
 from workbench.support.calls.server import WrongValue
 
+E = TypeVar("E", bound=StageError)
 Score = float | list[float]
 MOST = 3.4e38  # of float32
 # What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
@@ -46,6 +48,16 @@ def asks_for(function: Callable[..., Any], name: str) -> bool:
 def short(text: str, characters: int = 80) -> str:
     """The beginning of a text, for messages."""
     return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
+def failure_of(
+    kind: type[E], function: str, what: str, of: str, row: Mapping[str, Any], rule: str, remedy: str
+) -> E:  # fmt: skip
+    """The error of a user's function for a row, whose prompt it names. what: it did; of: which rows."""
+    prompt = short(str(row.get("prompt", "")))
+    error = kind(f"{function} {what} for {of}, prompt {prompt!r}", rule, remedy)
+    error.what = what
+    return error
 
 
 def is_flag(value: Any) -> bool:

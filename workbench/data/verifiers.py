@@ -45,7 +45,7 @@ from workbench.data.programs import code_without_sandbox as code_without_sandbox
 from workbench.data.user_functions import accepted, finite_number, short
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
-from workbench.support.calls.limits import needs
+from workbench.support.calls.needs import needs
 from workbench.support.calls.server import WrongValue
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt, checked
@@ -72,7 +72,8 @@ def group_diversity(
     Raises `BadInput` where `right` is no function of one response, or arguments have unequal lengths.
     """
     _same_rows(response, {"prompt": prompt, **row})
-    grams = [_grams(text.split() if unit == "words" else text, n) for text in response]
+    units = [text.split() if unit == "words" else text for text in response]
+    grams = [{tuple(one[i : i + n]) for i in range(max(len(one) - n + 1, 1))} for one in units]  # at least one each
     scores = [
         sum(1 - len(one & other) / len(one | other) for j, other in enumerate(grams) if j != i) / max(len(grams) - 1, 1)
         for i, one in enumerate(grams)
@@ -113,11 +114,6 @@ def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> None:
                 "each argument is a list with a value a response",
                 "give the function to compute_reward, which calls it so",
             )
-
-
-def _grams(units: Sequence[str], n: int) -> set[tuple[str, ...]]:
-    """At least one."""
-    return {tuple(units[i : i + n]) for i in range(max(len(units) - n + 1, 1))}
 
 
 def _passed(

@@ -117,18 +117,14 @@ class Option(NamedTuple):
         raise BadInput(f"argument {self.flag}: {text!r} is not {' or '.join(readers)}")
 
 
-def flag_of(name: str) -> str:
-    """What the option of a parameter is called: `--max-new-tokens` of MAX_NEW_TOKENS."""
-    return "--" + name.strip("_").lower().replace("_", "-")
-
-
 def options_of(main: Callable[..., Any]) -> dict[str, Option]:
     """The options of the parameters of `main`, by parameter. Raises `BadInput` where two have the same, or one cannot
     be an option."""
     found: dict[str, Option] = {}
     signature = inspect.signature(main, eval_str=True)
     for name, parameter in signature.parameters.items():
-        flag, default, hint = flag_of(name), parameter.default, parameter.annotation
+        flag = "--" + name.strip("_").lower().replace("_", "-")  # --max-new-tokens of MAX_NEW_TOKENS
+        default, hint = parameter.default, parameter.annotation
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise BadInput(f"{main.__name__}({parameter})", "an option is a parameter of its own, given by name")
         taken = {option.flag: other for other, option in found.items()} | {"--help": "the help"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.batches.columns import ColumnValues, Table
+from workbench.batches.columns import ColumnValues, Table, describe, nbytes
 from workbench.batches.location import Pull, pack
 from workbench.batches.schema import ScoredRows
 from workbench.errors import StageError, WorkbenchError
@@ -156,8 +156,6 @@ def _of_user(raised: Raised) -> bool:
 
 def column_summary(column: ColumnValues) -> ColumnSummary:
     """Describe one rank's part of a column."""
-    from workbench.batches.columns import describe, nbytes
-
     dtype, row_shape = describe(column)
     return ColumnSummary(dtype=dtype, row_shape=row_shape, nbytes=nbytes(column))
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
-from workbench.messages.protocols import PROTOCOLS, TransferProtocol
+from workbench.messages.protocols import PROTOCOLS, THREE_D_PROTO, TransferProtocol
 from workbench.models.spec import Model
 from workbench.support.checked_calls import checked_call
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of, one_of
+
+if TYPE_CHECKING:
+    from workbench.batches.handle import BatchHandle
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -22,25 +26,6 @@ Check = Callable[[Mapping[str, Any]], object]
 CheckModel = Callable[[Mapping[str, Any], Model], object]
 CheckColumns = Callable[[Mapping[str, Any], Model, Collection[str]], object]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Travelling(Protocol):
-    """What is asked of a batch to say which of its columns go to the ranks."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All its columns."""
-        ...
-
-    @property
-    def text_names(self) -> tuple[str, ...]:
-        """Those of Python objects."""
-        ...
-
-    @property
-    def unknown_names(self) -> tuple[str, ...]:
-        """Those of which it is not known what they hold."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +87,13 @@ class Operation:
         """This operation with `optional` said for these arguments."""
         return replace(self, optional=self.optional(arguments)) if callable(self.optional) else self
 
-    def awaited(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+    def awaited(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
         """Columns of a batch that have to be there before `travelling` can be said."""
         assert not callable(self.optional)
         more = batch.unknown_names if ALL_TEXT in self.optional else ()
         return (*self.travelling(needed, batch), *more)
 
-    def travelling(self, needed: tuple[str, ...], batch: Travelling) -> tuple[str, ...]:
+    def travelling(self, needed: tuple[str, ...], batch: BatchHandle) -> tuple[str, ...]:
         """All columns of a batch that go to the ranks."""
         assert not callable(self.optional), "its arguments have to be given first"
         more = batch.text_names if ALL_TEXT in self.optional else ()
@@ -198,6 +183,11 @@ def _hints(method: Callable[..., Any], signature: inspect.Signature) -> dict[str
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in signature.parameters.items() if parameter.kind not in several]
     return {name: hint for name, hint in hints_of(method).items() if name in named}
+
+
+# Most stages of models: replicas share the rows of each minibatch. An update takes optimizer steps.
+row_stage = partial(register, THREE_D_PROTO, minibatched=True)
+update_stage = partial(row_stage, updates=True)
 
 
 def checked_arguments(

@@ -144,20 +144,16 @@ def tried_once(what: str, model: PreTrainedModel, attempt: Callable[[PreTrainedM
 def _why_no_packs(model: PreTrainedModel) -> str | None:
     family = type(model).__name__
     try:
-        errors = {dtype: _error_of_a_pack(model, dtype) for dtype in _dtypes_of_runs(model)}
+        # engines run fp32 weights in bf16 too, under autocast: on a GPU by a kernel that refuses some head sizes
+        also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
+        dtypes = (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
+        errors = {dtype: _error_of_a_pack(model, dtype) for dtype in dtypes}
     except Exception as refusal:
         return f"{family} takes no packs: {refusal}"
     # rounding; one sequence seen by another makes 1
     if all(error <= (1e-3 if dtype == torch.float32 else 0.15) for dtype, error in errors.items()):
         return None
     return f"{family} computes something else in a pack"
-
-
-def _dtypes_of_runs(model: PreTrainedModel) -> tuple[torch.dtype, ...]:
-    """The dtypes in which it may run: engines run fp32 weights in bf16 too, under autocast. On a GPU that is another
-    attention kernel, which refuses some head sizes."""
-    also_bf16 = model.dtype == torch.float32 and model.device.type == "cuda"
-    return (torch.float32, torch.bfloat16) if also_bf16 else (model.dtype,)
 
 
 @torch.no_grad()

@@ -97,10 +97,6 @@ class Model:
         object.__setattr__(model, "trained", role in TRAINED_ROLES or asked)
         return model
 
-    def generating(self, generation: Generation | None) -> Model:
-        """A filled model whose role generates so, or does not (None), as trained as this one."""
-        return self.changed(generation=generation)
-
     def changed(self, **fields: Any) -> Model:
         """A filled model with other fields, as trained as this one."""
         model = replace(self, **fields)

@@ -7,7 +7,7 @@ import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, Field
 
@@ -31,7 +31,6 @@ from workbench.support.validation import (
 TrainingEngine = Literal["torch", "deepspeed"]
 Optimizer = Literal["adamw", "muon", "adamw_8bit"]
 HeadDType = Literal["same", "float32"]
-TRAINING_ENGINES = get_args(TrainingEngine)
 
 LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-6, 1e-5  # a critic's head starts at zero, and has more to learn
 SMALLEST_8BIT = 4096  # elements of a tensor whose moments bitsandbytes keeps in 8 bits

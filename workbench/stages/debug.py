@@ -241,7 +241,7 @@ def _role(description: Description, failed: FailedStage, call: Call) -> tuple[st
     if role == "actor" and spec.generation is not None:
         # an engine takes memory, and a while to start: only for what asks something of it
         generation = replace(spec.generation, tensor_parallel_size=1) if failed.operation.generates else None
-        spec = spec.generating(generation)
+        spec = spec.changed(generation=generation)
     return role, spec
 
 

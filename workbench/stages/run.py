@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.batches.batch import Batch
-    from workbench.batches.location import Column, Settled
+    from workbench.batches.handle import BatchHandle
+    from workbench.batches.location import Column
     from workbench.stages.group import WorkerGroup
     from workbench.stages.runner import StageRunner
     from workbench.support.notebook_cell import Cell
@@ -83,7 +84,7 @@ class Run:
         self.read: Mapping[str, Column] = {}
         self.meta: Mapping[str, Any] = {}
         self.metrics = MetricValues()
-        self.dependents: list[weakref.ref[Settled]] = []  # batches that wait for it
+        self.dependents: list[weakref.ref[BatchHandle]] = []  # batches that wait for it
         self.ranks = RankWatch(group.hosts, "rows" if stage in COUNT_ROWS else "micro-batches")
         self._inputs: list[Run] = []
         self._cleaned = False

@@ -309,14 +309,11 @@ def value_type(hint: Any) -> Any:
         return Any
     known = ("builtins", "typing", "collections.abc")
     if isinstance(hint, type) and not (origin or hint.__module__ in known or is_typeddict(hint)):
-        said = f"a wb.{hint.__name__}(...)" if is_settings(hint) else _with_article(hint.__name__)
+        name = hint.__name__
+        said = f"a wb.{name}(...)" if is_settings(hint) else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
         schema = core_schema.is_instance_schema(hint, cls_repr=said)
         return Annotated[Any, GetPydanticSchema(lambda *_: schema)]
     return hint
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def hints_of(owner: Any) -> dict[str, Any]:

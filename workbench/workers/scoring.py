@@ -23,7 +23,7 @@ from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
-from workbench.support.calls.limits import gives_notes, of_itself
+from workbench.support.calls.needs import AT_ONCE, NOTES, mark_of
 from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.workers.hints import Status, failed_rows
@@ -72,7 +72,7 @@ def component_columns(column: str, function: Any) -> tuple[str, ...]:
 
 def notes_columns(column: str, function: Any) -> tuple[str, ...]:
     """The column of text in which functions say why they gave a score, where one of them does."""
-    given = any(gives_notes(one) for one, _ in components_of(function).values())
+    given = any(mark_of(one, NOTES) for one, _ in components_of(function).values())
     return (f"{column}_notes",) if given else ()
 
 
@@ -219,7 +219,7 @@ class Scoring:
                         context.stopping.point()
 
                     asking = Asking(
-                        calls=context.calls, concurrency=self.concurrency or of_itself(function),
+                        calls=context.calls, concurrency=self.concurrency or mark_of(function, AT_ONCE),
                         timeout_s=self.timeout_s, retries=self.retries, most=self.most_failed * total, tick=tick,
                     )  # fmt: skip
                     if over_of(function) is not None:

@@ -50,7 +50,7 @@ class Gymnasium:
         self.actions, self.show, self.wrong_reward = actions, show, wrong_reward
 
     def __workbench_needs__(self) -> None:
-        """Raise where Gymnasium is missing, see `workbench.support.calls.limits`."""
+        """Raise where Gymnasium is missing, see `workbench.support.calls.needs`."""
         try:
             import gymnasium as _  # noqa: F401 (tried)
         except ImportError:

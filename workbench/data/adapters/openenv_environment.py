@@ -40,7 +40,7 @@ class OpenEnv:
         self.url, self.action, self.show = url, action, show
 
     def __workbench_needs__(self) -> None:
-        """Raise where OpenEnv is missing, see `workbench.support.calls.limits`."""
+        """Raise where OpenEnv is missing, see `workbench.support.calls.needs`."""
         try:
             from openenv.core import generic_client as _  # noqa: F401 (tried)
         except ImportError:

@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
 
 class Collectives(TensorGroup, Protocol):
-    """The collectives that an engine needs over data-parallel ranks; the hosts' `Communicator` has them."""
+    """What an engine needs over a group of ranks; the hosts' `Communicator` has it. moved_bytes: sent so far."""
 
     rank: int
     world_size: int
-
-
-class ModelCollectives(Collectives, Protocol):
-    """Also what ranks need to compute one model together. moved_bytes: sent so far."""
-
     moved_bytes: int
 
     @property
@@ -50,9 +45,9 @@ class ParallelGroups:
     """
 
     layout: Layout
-    data: ModelCollectives
-    tensor: ModelCollectives
-    pipeline: ModelCollectives
+    data: Collectives
+    tensor: Collectives
+    pipeline: Collectives
 
     @property
     def model_parallel(self) -> bool:

@@ -23,10 +23,6 @@ FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # loss scales
 GROWTH_STEPS = 2000  # as in torch.amp.GradScaler
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A micro-batch of an optimizer step.
@@ -39,7 +35,7 @@ class Pass:
     inputs: Mapping[str, Any]
     loss: Callable[[Any], Tensor]
     tokens: int = 0
-    begin: Callable[[], None] = _nothing
+    begin: Callable[[], None] = lambda: None
 
     def times(self, factor: float) -> Pass:
         """The same with its loss times a factor."""

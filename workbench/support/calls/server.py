@@ -37,7 +37,7 @@ from typing import Any
 
 from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
-from workbench.support.calls.limits import check_needs
+from workbench.support.calls.needs import check_needs
 from workbench.support.surroundings import Surroundings, take_over
 
 HEAD = struct.Struct("<Q")  # of a message: its length

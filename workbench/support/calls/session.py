@@ -268,7 +268,9 @@ class Session:
         timeout_s: for one call. Where the process had to be killed, `alive` is false. Raises `BadInput`, which names
         the column, for arguments that cannot be sent.
         """
-        self._send_new()
+        if self._new:
+            new, self._new = self._new, []
+            self._peer.add([(*how, self._calls[how[0]]) for how in new], self._concurrency, self._name)
         until_s = time.monotonic() + wait_s + TICK_S
         try:
             while self.alive and (message := self._peer.receive(wait_s)) is not None:
@@ -284,11 +286,6 @@ class Session:
                 self._fail_all(failed, f"cannot be loaded: its process {problem}")
             else:
                 self._blame(failed, str(problem), "a function raises, or returns its value", "mend the function")
-
-    def _send_new(self) -> None:
-        if self._new:
-            new, self._new = self._new, []
-            self._peer.add([(*how, self._calls[how[0]]) for how in new], self._concurrency, self._name)
 
     def _handle(self, message: tuple[Any, ...], done: Done, failed: Failed) -> None:
         name, *rest = message

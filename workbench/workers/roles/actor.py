@@ -20,8 +20,8 @@ from workbench.engines.training import Pass
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean, Metrics
-from workbench.messages.operation import register
-from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.messages.operation import register, row_stage, update_stage
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.shards import Shard
 from workbench.models import load_causal_lm
 from workbench.models.heads import PackedModule
@@ -192,12 +192,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             )
         return without_adapter(self.engine.module.model)  # type: ignore[arg-type]
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=("prompt_ids", "response_ids"),
         optional=("rollout_log_prob", "response_mask", "demonstrated", *MASK_COLUMNS, *COUNTING),
         writes=("old_log_prob",),
-        minibatched=True,
     )
     def compute_log_prob(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `old_log_prob` [rows, response tokens]: the trainer's log softmax(logits / temperature); of rollouts
@@ -234,12 +232,10 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             meta[OVER_MASK] = mask is not None
         return Output(columns={"old_log_prob": column}, metrics=metrics, meta=meta)
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=("prompt_ids", "response_ids", "response_mask"),
         optional=(*MASK_COLUMNS, *COUNTING),
         writes=("gradient_norm",),
-        minibatched=True,
     )
     def compute_gradient_norm(self, batch: Shard, *, temperature: PositiveFloat | None = None) -> Output:
         """Column `gradient_norm` [rows]: |grad log pi(response | prompt)|, the norm over all trained weights of the
@@ -276,12 +272,9 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         mean = Mean(total=float(norms[valid].double().sum()), count=int(valid.sum()))
         return Output(columns={"gradient_norm": norms}, metrics={"gradient_norm/mean": mean})
 
-    @register(
-        THREE_D_PROTO,
+    @update_stage(
         reads=_update_columns,
         optional=_optional_columns,
-        minibatched=True,
-        updates=True,
         check=_check_update,
         check_model=_check_model,
         check_columns=_check_columns,

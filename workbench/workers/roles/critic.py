@@ -13,8 +13,7 @@ from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
-from workbench.messages.operation import register
-from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
 from workbench.models.heads import load_token_values
 from workbench.models.spec import Model
@@ -66,14 +65,8 @@ def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*COUNTING, *(name for name in asked if name not in GIVEN))))
 
 
-_estimates = partial(
-    register, THREE_D_PROTO, reads=("prompt_ids", "response_ids"), optional=("response_mask", *COUNTING),
-    minibatched=True,
-)  # fmt: skip
-_regresses = partial(
-    register, THREE_D_PROTO, minibatched=True, updates=True, check=_check_update, check_columns=_check_columns,
-    optional=_optional,
-)  # fmt: skip
+_estimates = partial(row_stage, reads=("prompt_ids", "response_ids"), optional=("response_mask", *COUNTING))
+_regresses = partial(update_stage, check=_check_update, check_columns=_check_columns, optional=_optional)
 
 
 class CriticWorker(TrainedWorker):

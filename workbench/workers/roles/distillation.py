@@ -21,8 +21,7 @@ from torch import Tensor
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
-from workbench.messages.operation import register
-from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.operation import update_stage
 from workbench.messages.shards import Shard
 from workbench.models.loading import Limits
 from workbench.models.packing import to_device
@@ -109,13 +108,8 @@ def check_top_k(arguments: Mapping[str, Any], model: Model) -> None:
 class DistilledWorker(TrainedWorker):
     """A trained causal language model that learns a teacher's distributions."""
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask", *TEACHER_COLUMNS),
-        optional=("valid",),
-        minibatched=True,
-        updates=True,
-        check=check_update,
+    @update_stage(
+        reads=("prompt_ids", "response_ids", "response_mask", *TEACHER_COLUMNS), optional=("valid",), check=check_update
     )
     def update_distill(
         self,

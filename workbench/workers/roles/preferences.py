@@ -20,8 +20,7 @@ from workbench.batches.schema import COUNTING
 from workbench.engines.training.groups import Collectives
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
-from workbench.messages.operation import register
-from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
 from workbench.objectives.preference import binomial_interval, dpo_loss, ipo_loss, kto_loss, orpo_loss
@@ -186,12 +185,8 @@ class PairLosses:
 class PreferenceWorker(TrainedWorker):
     """A trained causal language model that learns which answers are preferred."""
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        optional=(*REFERENCE_COLUMNS, *COUNTING),
-        writes=("chosen_log_prob", "rejected_log_prob"),
-        minibatched=True,
+    @row_stage(
+        reads=PAIR_COLUMNS, optional=(*REFERENCE_COLUMNS, *COUNTING), writes=("chosen_log_prob", "rejected_log_prob")
     )
     def compute_pair_log_prob(
         self,
@@ -218,12 +213,7 @@ class PreferenceWorker(TrainedWorker):
             metrics |= accuracy_bounds(*scores, self.context.groups.data)
         return Output(columns={"chosen_log_prob": chosen, "rejected_log_prob": rejected}, metrics=metrics)
 
-    @register(
-        THREE_D_PROTO,
-        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
-        minibatched=True,
-        updates=True,
-    )
+    @update_stage(reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS))
     def update_dpo(
         self, batch: Shard, *, beta: PositiveFloat = 0.1, label_smoothing: Smoothing = 0.0, epochs: PositiveInt = 1
     ) -> Output:
@@ -236,12 +226,7 @@ class PreferenceWorker(TrainedWorker):
         """
         return self._update_on_pairs(PairLosses(batch, "dpo", beta, label_smoothing), batch, epochs)
 
-    @register(
-        THREE_D_PROTO,
-        reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS),
-        minibatched=True,
-        updates=True,
-    )
+    @update_stage(reads=(*PAIR_COLUMNS, *REFERENCE_COLUMNS))
     def update_ipo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
         """Identity preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.ipo_loss`.
@@ -251,7 +236,7 @@ class PreferenceWorker(TrainedWorker):
         """
         return self._update_on_pairs(PairLosses(batch, "ipo", beta), batch, epochs)
 
-    @register(THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True, updates=True)
+    @update_stage(reads=PAIR_COLUMNS)
     def update_orpo(self, batch: Shard, *, beta: PositiveFloat = 0.1, epochs: PositiveInt = 1) -> Output:
         """Odds ratio preference optimization, one optimizer step a minibatch (of pairs) and epoch; see
         `workbench.objectives.preference.orpo_loss`. It needs no reference.
@@ -264,12 +249,10 @@ class PreferenceWorker(TrainedWorker):
     def _update_on_pairs(self, losses: PairLosses, batch: Shard, epochs: int) -> Output:
         return self.steps(pair_term(batch, ANSWER_LOG_PROBS, losses), epochs=epochs)
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=FEEDBACK_COLUMNS,
         optional=("desirable", *REFERENCE_FEEDBACK_COLUMNS, *COUNTING),
         writes=("response_log_prob", "mismatched_log_prob"),
-        minibatched=True,
     )
     def compute_feedback_log_prob(
         self,
@@ -297,12 +280,7 @@ class PreferenceWorker(TrainedWorker):
             (metrics,) = on_host([_kto_metrics(loss_B, stats.rewards_B, good_B, kl)])
         return Output(columns={"response_log_prob": own, "mismatched_log_prob": mismatched}, metrics=metrics)
 
-    @register(
-        THREE_D_PROTO,
-        reads=(*FEEDBACK_COLUMNS, "desirable", *REFERENCE_FEEDBACK_COLUMNS),
-        minibatched=True,
-        updates=True,
-    )
+    @update_stage(reads=(*FEEDBACK_COLUMNS, "desirable", *REFERENCE_FEEDBACK_COLUMNS))
     def update_kto(
         self,
         batch: Shard,

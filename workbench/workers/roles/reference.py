@@ -16,8 +16,8 @@ from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Metrics
-from workbench.messages.operation import register
-from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
+from workbench.messages.operation import register, row_stage
+from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.shards import Shard
 from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
@@ -46,10 +46,6 @@ from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_t
 from workbench.workers.worker import Context
 
 
-def _precision_columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"log_prob_{name}" for name in arguments["precisions"])
-
-
 def _check_precisions(arguments: Mapping[str, Any]) -> None:
     if not arguments["precisions"]:
         raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
@@ -64,12 +60,7 @@ class ReferencePolicy(PassWorker):
         """Inside, the engine's module is the reference."""
         return nullcontext()
 
-    @register(
-        THREE_D_PROTO,
-        reads=PAIR_COLUMNS,
-        writes=("ref_chosen_log_prob", "ref_rejected_log_prob"),
-        minibatched=True,
-    )
+    @row_stage(reads=PAIR_COLUMNS, writes=("ref_chosen_log_prob", "ref_rejected_log_prob"))
     def compute_ref_pair_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_chosen_log_prob`, `ref_rejected_log_prob` [rows]: log-probabilities of the whole answers of each
         pair, summed over their tokens, nats."""
@@ -77,7 +68,7 @@ class ReferencePolicy(PassWorker):
             chosen, rejected = pair_values(self, batch, ANSWER_LOG_PROBS)
         return Output(columns={"ref_chosen_log_prob": chosen, "ref_rejected_log_prob": rejected})
 
-    @register(THREE_D_PROTO, reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS, minibatched=True)
+    @row_stage(reads=FEEDBACK_COLUMNS, writes=REFERENCE_FEEDBACK_COLUMNS)
     def compute_ref_feedback_log_prob(self, batch: Shard) -> Output:
         """Columns `ref_response_log_prob`, `ref_mismatched_log_prob` [rows]: log-probabilities of each row's whole
         answer, and of the answer to another prompt, summed over their tokens, nats."""
@@ -87,12 +78,10 @@ class ReferencePolicy(PassWorker):
             )
         return Output(columns={"ref_response_log_prob": own, "ref_mismatched_log_prob": mismatched})
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=("prompt_ids", "response_ids"),
         optional=lambda arguments: ("response_mask", *COUNTING, *(MASK_COLUMNS if arguments["sampling_mask"] else ())),
         writes=("ref_log_prob",),
-        minibatched=True,
     )
     def compute_ref_log_prob(
         self, batch: Shard, *, temperature: PositiveFloat | None = None, sampling_mask: bool = True
@@ -109,12 +98,10 @@ class ReferencePolicy(PassWorker):
             column = self.token_values(batch, lambda micro: micro.scored(scale, sets=sets))
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=("prompt_ids", "response_ids"),
         optional=("response_mask", *MASK_COLUMNS, *COUNTING),
-        writes=_precision_columns,
-        minibatched=True,
+        writes=lambda arguments: tuple(f"log_prob_{name}" for name in arguments["precisions"]),
         check=_check_precisions,
     )
     def compute_precisions(
@@ -148,12 +135,10 @@ class ReferencePolicy(PassWorker):
             columns[f"log_prob_{name}"], metrics[f"log_prob_{name}/mean"] = column, mean_of(column, batch)
         return Output(columns=columns, metrics=metrics)
 
-    @register(
-        THREE_D_PROTO,
+    @row_stage(
         reads=lambda arguments: (arguments["prompt"], "response_ids"),
         optional=("response_mask", *COUNTING),
         writes=TEACHER_COLUMNS,
-        minibatched=True,
         check_model=check_top_k,
     )
     def compute_teacher_log_prob(

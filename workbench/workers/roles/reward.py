@@ -19,7 +19,7 @@ from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean
-from workbench.messages.operation import register
+from workbench.messages.operation import register, row_stage, update_stage
 from workbench.messages.protocols import ONE_TO_ALL, THREE_D_PROTO
 from workbench.messages.shards import Shard
 from workbench.models import load_tokenizer
@@ -49,9 +49,8 @@ def _check_trained(arguments: Mapping[str, Any], model: Model) -> None:
         )
 
 
-_on_pairs = partial(register, THREE_D_PROTO, reads=PAIR_COLUMNS, minibatched=True)
-_scores_pairs = partial(_on_pairs, optional=("margin", *COUNTING))
-_learns_pairs = partial(_on_pairs, optional=("margin",), updates=True, check_model=_check_trained)
+_scores_pairs = partial(row_stage, reads=PAIR_COLUMNS, optional=("margin", *COUNTING))
+_learns_pairs = partial(update_stage, reads=PAIR_COLUMNS, optional=("margin",), check_model=_check_trained)
 
 
 class RewardWorker(ModelWorker):

@@ -62,10 +62,6 @@ def _sampling(arguments: Mapping[str, Any]) -> Sampling:
     return Sampling(**settings)
 
 
-def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("prompt_ids", "prompt_uid", *(["prompt"] if _of_several_turns(arguments) else []))
-
-
 def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["response_ids", "response_mask", "rollout_log_prob", "finished", "ending"]
     columns += MASK_COLUMNS if keeps_mask(arguments) else []
@@ -161,7 +157,7 @@ class SamplingWorker(Worker):
 
     @register(
         THREE_D_ALL_MICRO_DP,
-        reads=_rollout_reads,
+        reads=lambda arguments: ("prompt_ids", "prompt_uid", *(("prompt",) if _of_several_turns(arguments) else ())),
         optional=lambda arguments: (*STATUS, "counted", *((ALL_TEXT,) if _of_several_turns(arguments) else ())),
         writes=_rollout_writes,
         minibatched=True,

@@ -13,8 +13,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean
-from workbench.messages.operation import register
-from workbench.messages.protocols import THREE_D_PROTO
+from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
 from workbench.models.tokenizers import is_text
 from workbench.objectives.aggregation import Aggregation
@@ -52,14 +51,7 @@ class SupervisedWorker(TrainedWorker):
 
     tokenizer: PreTrainedTokenizerBase
 
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "response_mask"),
-        optional=("valid",),
-        minibatched=True,
-        updates=True,
-        check=check_update,
-    )
+    @update_stage(reads=("prompt_ids", "response_ids", "response_mask"), optional=("valid",), check=check_update)
     def update_sft(
         self,
         batch: Shard,
@@ -101,12 +93,7 @@ class SupervisedWorker(TrainedWorker):
         """The language-model loss on `pretrain_ids`, as a term of another update."""
         return _text_term(_as_responses(batch, batch.ragged("pretrain_ids")), coefficient, "pretrain_loss")
 
-    @register(
-        THREE_D_PROTO,
-        reads=lambda arguments: (arguments["text"],),
-        writes=("pretrain_ids", "pretrain_loss"),
-        minibatched=True,
-    )
+    @row_stage(reads=lambda arguments: (arguments["text"],), writes=("pretrain_ids", "pretrain_loss"))
     def compute_loss(self, batch: Shard, *, text: str = "text", max_tokens: PositiveInt = 512) -> Output:
         """The pretraining loss: mean of -log pi of each token of a text given those before it, nats.
 

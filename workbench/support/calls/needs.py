@@ -1,0 +1,56 @@
+"""What a function says of itself before it is called: what it needs of the machine, that it gives notes, and how many
+of its calls may be under way at once. It imports little, see `workbench.support.calls.server`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+LIMITS, NEEDS = "__workbench_limits__", "__workbench_needs__"
+NOTES, AT_ONCE = "__workbench_notes__", "__workbench_at_once__"
+
+
+def marked(name: str, value: Any, called: str = "") -> Callable[[F], F]:
+    """A decorator that sets an attribute of a function. called: what it is for, for the message where it cannot."""
+
+    def decorate(function: F) -> F:
+        try:
+            setattr(function, name, value)
+        except AttributeError:
+            remedy = "wrap it in a function of your own"
+            raise BadInput(f"{called} {shown(function)}", "it takes no attributes", remedy) from None
+        return function
+
+    return decorate
+
+
+def mark_of(function: Any, name: str, default: Any = None) -> Any:
+    """What `marked` has set on a function, on the one that a partial calls, or on an object's class."""
+    while isinstance(function, functools.partial) and not hasattr(function, name):
+        function = function.func
+    return getattr(function, name, default)
+
+
+def needs(check: Callable[[], None]) -> Callable[[F], F]:
+    """A decorator of a function that cannot work where `check()` raises."""
+    return marked(NEEDS, check)
+
+
+def check_needs(function: Any) -> None:
+    """Raise what the check of a function raises, or of the one that a partial calls."""
+    mark_of(function, NEEDS, lambda: None)()
+
+
+def with_notes(function: F) -> F:
+    """A decorator of a function that returns `Noted` scores: their notes become a column of text."""
+    return marked(NOTES, True)(function)
+
+
+def at_once(calls: int) -> Callable[[F], F]:
+    """A decorator of a function that waits, and of which so many calls are under way at once unless told otherwise."""
+    return marked(AT_ONCE, calls)
