@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import pandas as pd
 
 from workbench.batches import files
 from workbench.batches.columns import Ragged, Table
@@ -29,7 +30,6 @@ from workbench.support.named_fields import meant
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
-    import pandas as pd
     from tensordict import TensorDict
 
     RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
@@ -282,8 +282,6 @@ class BatchHandle:
 
         With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
         """
-        import pandas as pd
-
         table = self.fetch(columns, rows)
         out: dict[str, list[Any]] = {}
         for name, column in table.items():
@@ -332,8 +330,6 @@ class BatchHandle:
         """The rows for which a function of yours failed, one line a row: `row`, its number; `prompt`; `stage` and
         `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
         """
-        import pandas as pd
-
         names = ["row", "prompt", "stage", "function", "error"]
         if "failure" not in self.names:
             return pd.DataFrame(columns=names).astype({"row": "int64"})

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from workbench.batches.columns import Ragged
@@ -29,8 +30,6 @@ from workbench.support.flat_settings import flat
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.algorithms.lab import Lab
     from workbench.batches.batch import Batch
 
@@ -116,8 +115,6 @@ class Asked:
 @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
 def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
     """The frame of `Workbench.evaluate`."""
-    import pandas as pd
-
     from workbench.checks.compare_evaluations import Evaluation, of_data
 
     _check(lab, asked)
@@ -190,8 +187,6 @@ def _check(lab: Lab, asked: Asked) -> None:
 
 def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFrame:
     """A frame with a row a response, the samples of a prompt side by side."""
-    import pandas as pd
-
     batch = lab.put(prompt_table(rows, 0))
     batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
     scored = lab.reward.compute_reward(batch, function=asked.reward)

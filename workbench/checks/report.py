@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
+import pandas as pd
+
 from workbench.errors import BadInput, CheckFailed
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.batches.batch import Batch
 
 Verdict = Literal["ok", "failed", "not applicable"]
@@ -78,8 +78,6 @@ class CheckReport:
     @property
     def df(self) -> pd.DataFrame:
         """One row a check, by name."""
-        import pandas as pd
-
         columns = list(Finding.__dataclass_fields__)
         return pd.DataFrame([asdict(finding) for finding in self.findings], columns=columns).set_index("check")
 

@@ -6,15 +6,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.comparisons.run_folder import RunFolder, run_folder
 from workbench.display.html import folded, table
 from workbench.errors.plain_text import plain_text
 from workbench.support.checked_calls import checked_call
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST_LINES = 60
 
@@ -71,8 +70,6 @@ def diff(a: Any, b: Any, *, folder: str = "runs") -> RunDiff:
     those with which an algorithm began; data: the source of prompts and a digest of their tokens; code: the commit,
     source files of this package, versions of libraries, functions of roles. Raises `NotFound` for no run.
     """
-    import pandas as pd
-
     one, two = run_folder(a, folder), run_folder(b, folder)
     changes = [{"run": name, **row} for name, run in (("a", one), ("b", two)) for row in run.changes()]
     frame = pd.DataFrame(changes, columns=["run", "time_s", "iteration", "change"], dtype=object)
@@ -87,8 +84,6 @@ def diff(a: Any, b: Any, *, folder: str = "runs") -> RunDiff:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> pd.DataFrame:
-    import pandas as pd
-
     names = [name for name in dict.fromkeys([*a, *b]) if repr(a.get(name)) != repr(b.get(name))]
     values = {"a": [a.get(name) for name in names], "b": [b.get(name) for name in names]}
     return pd.DataFrame(values, index=pd.Index(names, dtype=object), dtype=object)

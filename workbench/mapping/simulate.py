@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from workbench.display.html import seconds_text
 from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
@@ -14,8 +16,6 @@ from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.display.timeline import Timeline
 
 KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "transfer": "transfer"}
@@ -37,8 +37,6 @@ class Simulation:
 
     def frame(self) -> pd.DataFrame:
         """The spans, one a row, with the columns of `lab.spans()`."""
-        import pandas as pd
-
         rows = [span.row() for span in self.spans]
         frame = pd.DataFrame(rows)
         frame.insert(0, "duration_s", frame["end_s"] - frame["start_s"])

@@ -7,6 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from workbench.backends.hosts import Hosts
 from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
@@ -21,8 +23,6 @@ from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.display.timeline import Timeline
     from workbench.display.traffic import Traffic
     from workbench.resharding.strategies import Transition, ZeroSync
@@ -108,8 +108,6 @@ class History:
         return made[what]
 
     def _make_sync_plans(self) -> pd.DataFrame:
-        import pandas as pd
-
         rows = []
         generation = self._groups.by_role["actor"].spec.generation if "actor" in self._groups.by_role else None
         in_use = generation.strategy if generation is not None else None
@@ -170,8 +168,6 @@ class History:
         """Settings that were assigned while the workbench lived, one a row, in order: `time` (of this machine's
         clock), `iteration` (the one under way, or the last one), `cell` (`In [cell]`, or "panel"; None outside a
         notebook), `setting`, and its value `before` and `after`: of a clip that is None, the one of its loss."""
-        import pandas as pd
-
         events = self._telemetry.events()
         found = events[events["event"] == EVENT]
         names = ["iteration", "cell", "setting", "before", "after"]

@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
 from workbench.errors import BadInput, NotFound
@@ -24,8 +26,6 @@ from workbench.support.validation import whole
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.algorithms.loop import Algorithm
 
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
@@ -64,8 +64,6 @@ class Prediction:
     def frame(self) -> pd.DataFrame:
         """One row a call, and one for the iteration: pool, role, predicted_s, measured_s (NaN where it was not), error:
         predicted by measured, less 1."""
-        import pandas as pd
-
         rows = [
             {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
             for (call, pool, role), terms in _terms_by_call(self.plan).items()

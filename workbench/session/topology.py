@@ -10,6 +10,8 @@ from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from workbench.backends.base import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
@@ -26,8 +28,6 @@ from workbench.telemetry.store import MOVES, TelemetryStore
 from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.display.devices import DeviceMap
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
@@ -54,8 +54,6 @@ class Topology:
 
     def frame(self) -> pd.DataFrame:
         """See `Workbench.topology`."""
-        import pandas as pd
-
         rows = []
         for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
