@@ -21,6 +21,7 @@ from workbench.batches.location import Column, Location, Maker, RowProvider, Sha
 from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import chosen_mean, marked
 from workbench.batches.vocabulary import Vocabulary
+from workbench.display.html import bytes_text, table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, UnknownColumn
 from workbench.errors.plain_text import shown
@@ -375,8 +376,6 @@ class BatchHandle:
         return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import bytes_text, table
-
         if self.pending:  # to look at it does not wait
             return escape(repr(self))
         rows = [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
+from workbench.display.html import table
 from workbench.errors import BadInput, CheckFailed
 
 if TYPE_CHECKING:
@@ -101,8 +102,6 @@ class CheckReport:
         return "\n".join([head, *(line.rstrip() for line in lines)])
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
         state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
         rows = [{**_texts(finding), "look": finding.culprit, "what it is": finding.about} for finding in self.findings]
         return table([{k if k != "look" else "look at": v for k, v in row.items()} for row in rows],

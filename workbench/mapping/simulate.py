@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from workbench.display.html import seconds_text
+from workbench.display.timeline import Timeline, timeline
 from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
 from workbench.mapping.workload import STAGES
 from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
-
-if TYPE_CHECKING:
-    from workbench.display.timeline import Timeline
 
 KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "transfer": "transfer"}
 MOST_LANES = 8  # of one set: its devices all do the same
@@ -44,8 +41,6 @@ class Simulation:
 
     def timeline(self) -> Timeline:
         """The same picture as `lab.timeline()`."""
-        from workbench.display.timeline import timeline
-
         return timeline([span.row() for span in self.spans])
 
     def __repr__(self) -> str:

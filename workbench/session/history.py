@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from workbench.backends.hosts import Hosts
+from workbench.display.idle import Callers
+from workbench.display.timeline import Timeline, timeline
+from workbench.display.traffic import Traffic, traffic
 from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
 from workbench.settings.engines import SYNC_STRATEGIES
@@ -23,8 +26,6 @@ from workbench.telemetry.spans import TRANSFER_KINDS, TransferKind, check_kind
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
-    from workbench.display.timeline import Timeline
-    from workbench.display.traffic import Traffic
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
@@ -64,8 +65,6 @@ class History:
 
     def traffic(self, kind: TransferKind | None = None, *, stage: str | None = None) -> Traffic:
         """See `Workbench.traffic`."""
-        from workbench.display.traffic import traffic
-
         if kind is not None:
             check_kind("traffic(kind)", kind, TRANSFER_KINDS)
         moved = self._telemetry.transfer_sums.frame(kind)
@@ -194,8 +193,6 @@ class History:
 
     def timeline(self, iterations: int | None = 1, *, fold: bool = True) -> Timeline:
         """See `Workbench.timeline`."""
-        from workbench.display.idle import Callers
-        from workbench.display.timeline import timeline
 
         spans, events = self._telemetry.spans(), self._telemetry.events()
         start = None

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from workbench.backends.base import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
+from workbench.display.devices import DeviceMap, device_map
 from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
@@ -26,9 +27,6 @@ from workbench.stages.ledger import Counters, Ownership
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
 from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
-
-if TYPE_CHECKING:
-    from workbench.display.devices import DeviceMap
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
@@ -115,8 +113,6 @@ class Topology:
 
     def memory(self) -> DeviceMap:
         """See `Workbench.memory`."""
-        from workbench.display.devices import device_map
-
         return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
     def read_memory(self, timeout_s: float = ANSWER_S) -> list[MemoryReading]:
