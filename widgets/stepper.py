@@ -114,13 +114,7 @@ class Stepper(View):
             ]
         )
 
-    def picture(self) -> str:
-        return self._drawn_as(live=True)
-
-    def still(self) -> str:
-        return self._drawn_as(live=False)
-
-    def _drawn_as(self, *, live: bool) -> str:
+    def html(self, *, live: bool) -> str:
         graph = self._graph()
         if graph is None:
             return (

@@ -92,20 +92,14 @@ class CheckReport:
         return iter(self.findings)
 
     def __repr__(self) -> str:
-        lines = []
-        for finding in self.findings:
-            row = _texts(finding)
-            lines.append(
-                f"{row['check']:<14}{row['verdict']:<16}{row['figure']:>9}{row['threshold']:>10}  {row['look']}"
-            )
-        head = f"{'check':<14}{'verdict':<16}{'figure':>9}{'threshold':>10}  look at, or what it is"
-        return "\n".join([head, *(line.rstrip() for line in lines)])
+        head = ("check", "verdict", "figure", "threshold", "look at, or what it is")
+        rows = [head, *((*_texts(finding).values(), finding.culprit or finding.about) for finding in self.findings)]
+        return "\n".join(f"{row[0]:<14}{row[1]:<16}{row[2]:>9}{row[3]:>10}  {row[4]}".rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
         state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
-        rows = [{**_texts(finding), "look": finding.culprit, "what it is": finding.about} for finding in self.findings]
-        return table([{k if k != "look" else "look at": v for k, v in row.items()} for row in rows],
-                     caption=f"{len(self.findings)} checks: {state}")  # fmt: skip
+        rows = [{**_texts(one), "look at": one.culprit, "what it is": one.about} for one in self.findings]
+        return table(rows, caption=f"{len(self.findings)} checks: {state}")
 
 
 def _exceeded(finding: Finding) -> str:
@@ -121,5 +115,4 @@ def _texts(finding: Finding) -> dict[str, str]:
         "verdict": finding.verdict,
         "figure": f"{finding.figure:.2g}" if measured else "",
         "threshold": f"{finding.threshold:.2g}" if measured else "",
-        "look": finding.culprit or finding.about,
     }

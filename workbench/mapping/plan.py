@@ -330,7 +330,8 @@ class Plans:
     def _caption(self) -> str:
         how = "exact" if self.exact else f"allocations in multiples of {self.granularity} devices"
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
-        return f"{where}: {_counted(self.placements_considered)}, {how}, searched in {seconds_text(self.search_s)}"
+        count = f"{self.placements_considered} placement{'s' * (self.placements_considered != 1)}"
+        return f"{where}: {count}, {how}, searched in {seconds_text(self.search_s)}"
 
     def __repr__(self) -> str:
         lines = [
@@ -350,7 +351,3 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     found = sorted(plans, key=lambda plan: plan.iteration_s)
     beside: list[Plan | None] = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
     return [replace(plan, why=plan.reason(other)) for plan, other in zip(found, beside, strict=True)]
-
-
-def _counted(placements: int) -> str:
-    return f"{placements} placement{'s' if placements != 1 else ''}"

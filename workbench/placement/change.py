@@ -141,20 +141,15 @@ class PlacementChange(Moves):
             afterwards = self.after.certain(*devices)
             for when, needs in (("while things move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
-                    has = f"{bytes_text(self.has_bytes)}{self._of_all}"
+                    has = bytes_text(self.has_bytes)
+                    if self.capacity_bytes is not None and self.has_bytes < self.capacity_bytes:
+                        has += f" left of {bytes_text(self.capacity_bytes)}"
                     return (
                         f"needs {bytes_text(needs)} on {where} {when} "
                         f"({largest(self.after, devices, certain=True)}), which has {has}: "
                         f"{bytes_text(needs - self.has_bytes)} too little"
                     )
         return ""
-
-    @property
-    def _of_all(self) -> str:
-        """Of how much memory `has_bytes` is a part, in words."""
-        if self.capacity_bytes is None or self.has_bytes is None or self.has_bytes >= self.capacity_bytes:
-            return ""
-        return f" left of {bytes_text(self.capacity_bytes)}"
 
     @property
     def fits(self) -> bool | None:
