@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from workbench.display.graph import Mark, draw
-from workbench.display.html import seconds_text, table
+from workbench.display.html import folded, seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
 from workbench_widgets import stage_form
-from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
+from workbench_widgets.algorithm_menu import algorithm_names, code_of, fits, make_algorithm
 from workbench_widgets.stage_form import times
 from workbench_widgets.view import View, button, choice, entry, or_why, whole_number
 
@@ -128,10 +128,14 @@ class Stepper(View):
         head = f"<div>iteration {self.iteration}{': ' + escape(counts) if counts else ''}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
+        rows = [
+            {"stage": one.name, "role": one.role, "state": marks[one.name].words, "after": ", ".join(one.inputs)}
+            for one in graph.stages
+        ]
         return (
             draw(graph, marks, live=live)
             + head
-            + _stages_table(graph, marks)
+            + folded("The stages as a table", table(rows))
             + self._comparison
             + (self._details(graph) if live else "")
         )
@@ -249,7 +253,7 @@ class Stepper(View):
             parts.append(self._branch_from())
             parts.append(self._rows(batch))
         code = f'<pre style="max-height:24em;overflow:auto">{escape(code_of(stage, self.lab))}</pre>'
-        parts.append(f"<details><summary>code</summary>{code}</details>")
+        parts.append(folded("code", code))
         return f'<section aria-label="{escape(stage.name)}">{"".join(parts)}</section>'
 
     def _batch(self, stage: Any, record: Any) -> Any:
@@ -290,7 +294,7 @@ class Stepper(View):
         """Algorithms that this workbench can run, with their fields as they come."""
         roles = tuple(self.lab.groups)
         if self._fit[0] != roles:
-            self._fit = (roles, [name for name in algorithms() if fits(name, self.lab, self.algorithm)])
+            self._fit = (roles, [name for name in algorithm_names() if fits(name, self.lab, self.algorithm)])
         return self._fit[1]
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -389,12 +393,3 @@ class Stepper(View):
 
 def _short(value: Any) -> Any:
     return value if not isinstance(value, str) or len(value) <= 90 else value[:89] + "…"
-
-
-def _stages_table(graph: Any, marks: Mapping[str, Mark]) -> str:
-    """What the graph shows, as a table."""
-    rows = [
-        {"stage": one.name, "role": one.role, "state": marks[one.name].words, "after": ", ".join(one.inputs)}
-        for one in graph.stages
-    ]
-    return f"<details><summary>The stages as a table</summary>{table(rows)}</details>"

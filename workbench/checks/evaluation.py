@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 from workbench.batches.columns import Ragged
+from workbench.checks.compare_evaluations import Evaluation, of_data
 from workbench.data.prompt_rows import PromptRow
 from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
 from workbench.data.streamed_prompts import StreamedPrompts
@@ -115,8 +116,6 @@ class Asked:
 @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
 def evaluate(lab: Lab, data: Any, asked: Asked) -> pd.DataFrame:
     """The frame of `Workbench.evaluate`."""
-    from workbench.checks.compare_evaluations import Evaluation, of_data
-
     _check(lab, asked)
     named = _named(data)
     sets = {name: _rows(lab, source, asked.n) for name, source in named.items()}

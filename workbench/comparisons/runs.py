@@ -164,10 +164,6 @@ class Runs(pd.DataFrame):
     def _constructor(self) -> Any:
         return Runs
 
-    @property
-    def _constructor_sliced(self) -> Any:
-        return pd.Series
-
     def arms(self, by: str | Sequence[str] | None = None) -> pd.Series[Any]:
         """Which arm each run is of, in words: its algorithm and settings, where they differ, but for the seed. by:
         columns, in their place."""

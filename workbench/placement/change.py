@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text, seconds_text, table
@@ -239,8 +240,6 @@ class PlacementChange(Moves):
         return f"<PlacementChange of {', '.join(moving) or 'nothing'}: {bytes_text(self.total_bytes)}>"[:79]
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         roles: Any = self.frame().to_dict("records")
         roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in roles]
         memory: Any = self.memory().set_index("device").map(bytes_text).reset_index().to_dict("records")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.errors import BadInput
 from workbench.telemetry.spans import KINDS, Span, Transfer, TransferKind, check_kind
@@ -26,6 +26,16 @@ from workbench.telemetry.syncs import OpenSync, Sync, SyncEvent
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class Gauge(Protocol):
+    """A high-water mark that can be read and set back to the present use."""
+
+    def peak_bytes(self) -> int:
+        """Highest use since the last `reset`."""
+
+    def reset(self) -> None:
+        """Set the mark to the present use."""
 
 
 class CudaGauge:
@@ -75,10 +85,6 @@ class SampledGauge:
 
     def reset(self) -> None:
         pass
-
-
-# A high-water mark: the highest use since the last `reset`, which sets the mark to the present use.
-Gauge = CudaGauge | LinuxGauge | SampledGauge
 
 
 def gauge(device: str) -> Gauge:

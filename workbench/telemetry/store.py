@@ -28,7 +28,7 @@ from workbench.errors import BadInput, WriteFailed
 from workbench.support import files
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.sinks import Sinks
-from workbench.telemetry.spans import Span, Transfer, union_s
+from workbench.telemetry.spans import Span, Transfer, trace_events, union_s
 from workbench.telemetry.syncs import Sync, judged
 
 if TYPE_CHECKING:
@@ -269,8 +269,6 @@ class TelemetryStore:
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write spans and transfers as a trace that Perfetto and chrome://tracing open; returns the path."""
-        from workbench.telemetry.spans import trace_events
-
         spans: list[Any] = self.spans().to_dict("records")
         transfers: list[Any] = self.transfers().to_dict("records")
         target = files.path_of(path, "path")
