@@ -93,21 +93,15 @@ def _code(run: RunFolder) -> dict[str, Any]:
     """Commit, versions, files, and digests of functions by name."""
     found: dict[str, Any] = {"commit": run.record.code.get("commit")}
     for part in ("versions", "files"):
-        values = run.record.code.get(part)
-        found |= {f"{part}/{name}": value for name, value in (values.items() if isinstance(values, dict) else ())}
-    functions = _functions(run)
-    return found | {f"function of {role}": f"{one.get('name')} {one.get('digest')}" for role, one in functions.items()}
-
-
-def _functions(run: RunFolder) -> dict[str, dict[str, Any]]:
-    found = run.record.code.get("functions")
-    return {role: one for role, one in found.items() if isinstance(one, dict)} if isinstance(found, dict) else {}
+        found |= {f"{part}/{name}": value for name, value in run.code(part).items()}
+    functions = run.functions.items()
+    return found | {f"function of {role}": f"{one.get('name')} {one.get('digest')}" for role, one in functions}
 
 
 def _sources(a: RunFolder, b: RunFolder) -> dict[str, str]:
     """A unified diff of each role's function, where both sources are recorded and differ."""
     found = {}
-    ones, twos = _functions(a), _functions(b)
+    ones, twos = a.functions, b.functions
     for role in ones.keys() & twos.keys():
         before, after = (str(one[role].get("source", "")).splitlines() for one in (ones, twos))
         if before and after and before != after:

@@ -41,6 +41,16 @@ class RunFolder:
         """What it was opened with; empty where nothing tells it."""
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
 
+    def code(self, part: str) -> dict[str, Any]:
+        """A part of what is recorded of its code, such as "versions"; empty where there is none, or it is damaged."""
+        found = self.record.code.get(part)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """By role, its function: name, digest and source."""
+        return {role: one for role, one in self.code("functions").items() if isinstance(one, dict)}
+
     @cached_property
     def algorithms(self) -> dict[str, dict[str, Any]]:
         """The settings with which each algorithm began, by the name of its class."""

@@ -266,9 +266,8 @@ def runs(folder: str = "runs", *, name: str | None = None) -> Runs:
 def _row(run: RunFolder) -> dict[str, Any]:
     iterations, metrics = run.last_metrics()
     record = run.record
-    code = {"commit": record.code.get("commit"), **_mapping(record.code, "versions")}
-    code |= {f"{role}": _mapping(_mapping(record.code, "functions"), role).get("digest")
-             for role in _mapping(record.code, "functions")}  # fmt: skip
+    code = {"commit": record.code.get("commit"), **run.code("versions")}
+    code |= {role: function.get("digest") for role, function in run.functions.items()}
     return {
         "opened": datetime.fromtimestamp(record.opened_s) if record.opened_s else None,
         "algorithm": ", ".join(run.algorithms), "iterations": iterations, **metrics,
@@ -277,11 +276,6 @@ def _row(run: RunFolder) -> dict[str, Any]:
         **{f"code/{name}": _cell(value) for name, value in code.items()},
         "folder": str(run.folder),
     }  # fmt: skip
-
-
-def _mapping(values: Any, name: str) -> dict[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _cell(value: Any) -> Any:
