@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 from html import escape
 from typing import Any
 from weakref import WeakValueDictionary
 
+from workbench.algorithms.graph import Graph, Stage
 from workbench.display.graph import Mark, draw
 from workbench.display.html import folded, seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
@@ -23,26 +23,6 @@ SIGNS = {
 }  # fmt: skip
 BY_HAND = "by hand"
 PEEKED_ROWS = 4
-
-
-@dataclass(frozen=True)
-class _Called:
-    """A stage of an iteration that cells make by hand: each takes what the one before it made."""
-
-    name: str
-    role: str
-    inputs: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _ByHand:
-    title: str
-    stages: Sequence[_Called]
-
-    def edges(self) -> Mapping[str, set[str]]:
-        return {stage.name: set(stage.inputs) for stage in self.stages}
 
 
 class Stepper(View):
@@ -164,14 +144,16 @@ class Stepper(View):
         return [record for record in self.lab.run_log.records(self.iteration) if not record.aside]
 
     def _graph(self) -> Any:
-        """The algorithm's, or one of what was called in this iteration; None where nothing was."""
+        """The algorithm's, or one of what cells called in this iteration, each stage after the one before it; None
+        where nothing was called."""
         if self.algorithm is not None:
             return self.algorithm.graph()
-        stages: list[_Called] = []
+        stages: list[Stage] = []
         for record in self._calls():
             if record.stage not in [stage.name for stage in stages]:
-                stages.append(_Called(record.stage, record.role, (stages[-1].name,) if stages else ()))
-        return _ByHand(f"what cells called in iteration {self.lab.iteration}", stages) if stages else None
+                before = (stages[-1].name,) if stages else ()
+                stages.append(Stage(name=record.stage, role=record.role, operation=record.stage, inputs=before))
+        return Graph(f"what cells called in iteration {self.lab.iteration}", tuple(stages)) if stages else None
 
     def _records(self) -> dict[str, Any]:
         """The last call of each stage in this iteration, by the stage's name."""
