@@ -176,7 +176,7 @@ class Algorithm(StageEdits):
 
         made: what the stages of the present iteration have made, in the form in which it is kept.
         """
-        last = self.lab.last_metrics if made else {}
+        last = dict(self.lab.last_metrics) if made else {}  # runs that go on beside it add theirs
         return {
             "class": type(self).__name__,
             "iteration": self.iteration,
