@@ -6,27 +6,23 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workbench import algorithms
+from workbench.algorithms import ALGORITHMS
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 
 
-def algorithms() -> list[str]:
-    from workbench.algorithms import ALGORITHMS
-
+def algorithm_names() -> list[str]:
     return [name for name in ALGORITHMS if {"prompts", "sampling"} <= set(_fields(name))]
 
 
 def _fields(name: str) -> Mapping[str, Any]:
-    from workbench import algorithms
-
     return inspect.signature(getattr(algorithms, name)).parameters
 
 
 def make_algorithm(name: str, lab: Any, like: Any) -> Any:
     """An algorithm with its own fields, except those that say how much, which are those of the one before it; how many
     samples a prompt too, where that is more than one, which not every algorithm can do with."""
-    from workbench import algorithms
-
     shared = [field for field in ("prompts", "samples", "sampling") if hasattr(like, field) and field in _fields(name)]
     given = {field: getattr(like, field) for field in shared if field != "samples" or like.samples > 1}
     make: Callable[..., Any] = getattr(algorithms, name)

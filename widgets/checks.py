@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from html import escape
 from typing import Any
 
+from workbench.checks import CHECKS
 from workbench.display.html import table
 from workbench_widgets.view import View, button, choice
 
@@ -28,8 +29,6 @@ class Checks(View):
         return id(self.report), bool(self.driver.busy), self.lab.iteration, self.chosen
 
     def controls(self) -> str:
-        from workbench.checks import CHECKS
-
         told = "on a small batch of their own; afterwards the system is as before"
         return choice("run", "choose", [ALL, *CHECKS], self.chosen) + button("Check", "check", drives=True, title=told)
 

@@ -67,13 +67,7 @@ class ConversationView(View):
                 parts.append(_field("its answer", "Replace the answer", "answer", answer))
         return "".join(parts)
 
-    def picture(self) -> str:
-        return self._html(live=False)
-
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
-        return {"html": self._html(live=True)}, []
-
-    def _html(self, *, live: bool) -> str:
+    def html(self, *, live: bool) -> str:
         if (chat := self.chat) is None:
             return f"<p>{escape(NONE)}</p>"
         title = f"{repr(chat)[1:-1]}" + (f" · {KEYS}" if live else "")

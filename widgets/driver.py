@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from IPython.core.getipython import get_ipython
-
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import said
+from workbench.support.notebook_cell import in_notebook
 
 FOLDER = Path(__file__).parent / "static"
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILINE)
@@ -51,11 +50,6 @@ def module(name: str) -> str:
 def style() -> str:
     """The style sheet of all views."""
     return (FOLDER / "panel.css").read_text()
-
-
-def in_notebook() -> bool:
-    """Whether a kernel runs this, with a front end that may show widgets."""
-    return getattr(get_ipython(), "kernel", None) is not None
 
 
 REST = 150  # times as long as the drawings of a round took, until the next round: less than 1 % of the kernel's time

@@ -20,7 +20,8 @@ from IPython.display import display
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import said
-from workbench_widgets.driver import Driver, Pulse, in_notebook, module, style
+from workbench.support.notebook_cell import in_notebook
+from workbench_widgets.driver import Driver, Pulse, module, style
 from workbench_widgets.saved_picture import SavedPicture
 from workbench_widgets.view import Still, View
 
@@ -113,14 +114,11 @@ class Panel:
 
     def _ipython_display_(self) -> None:
         if in_notebook() and os.environ.get(STATIC) != "static":
-            handle = display(self._widget(), raw=True, display_id=True)
+            widget = {"version_major": 2, "version_minor": 0, "model_id": self._live().model_id}
+            handle = display({WIDGET: widget, "text/plain": repr(self)}, raw=True, display_id=True)
             if handle is not None:
                 self._places.append(handle)
         self._in_turn(lambda: self._saved.show(self._by_shown(), self.lab))
-
-    def _widget(self) -> dict[str, Any]:
-        model = self._live().model_id
-        return {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": model}, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         return f"<Panel of {self.lab.name[:40]}: {len(self.views)} views>"

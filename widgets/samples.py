@@ -155,13 +155,7 @@ class Samples(View):
             ]
         )
 
-    def picture(self) -> str:
-        return self._html(live=False)
-
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
-        return {"html": self._html(live=True)}, []
-
-    def _html(self, *, live: bool) -> str:
+    def html(self, *, live: bool) -> str:
         note = f'<p role="alert">{escape(self._note)}</p>' if self._note else ""
         try:
             looked = self.look()

@@ -14,7 +14,7 @@ from IPython.display import display
 
 from workbench.display.curves import MIMETYPE
 from workbench.display.html import as_images, without_svgs
-from workbench_widgets.view import View, or_why
+from workbench_widgets.view import View, or_none, or_why
 
 MOST_BYTES = 200_000  # of a saved picture
 REST = 20  # times as long as a drawing took, until the next one: 5 % of the kernel's time
@@ -107,7 +107,7 @@ class SavedPicture:
 
     def _settled(self, views: Sequence[View], lab: Any) -> bool:
         """Whether nothing runs, and nothing has changed since the last look: drawing slows down no work then."""
-        before, self._looked_at = self._looked_at, tuple(_or_none(view.depends_on) for view in views)
+        before, self._looked_at = self._looked_at, tuple(or_none(view.depends_on) for view in views)
         return before == self._looked_at and not lab.open_runs()
 
     def save(self, views: Sequence[View], lab: Any) -> None:
@@ -146,7 +146,7 @@ class SavedPicture:
                 self._draw(view)
 
     def _changed(self, view: View) -> bool:
-        now = _or_none(view.depends_on)  # of hosts that are gone the picture of before stays
+        now = or_none(view.depends_on)  # of hosts that are gone the picture of before stays
         return now is not None and self._drawn.get(view.name, (None,))[0] != now
 
     def _draw(self, view: View) -> None:
@@ -185,10 +185,3 @@ class SavedPicture:
         style = f"<style>{error} {{ display: none; }}</style>"
         html = f'<div class="{self.name}"><p>{escape(told)}</p>{"".join(parts)}{style}</div>'
         return {"text/html": html, "text/plain": "\n".join([told, *(text for *_, text in self._drawn.values())])}
-
-
-def _or_none(ask: Callable[[], Hashable]) -> Hashable:
-    try:
-        return ask()
-    except Exception:  # a host that is gone, a workbench that was closed
-        return None

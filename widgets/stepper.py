@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 from html import escape
 from typing import Any
 from weakref import WeakValueDictionary
 
+from workbench.algorithms.graph import Graph, Stage
 from workbench.display.graph import Mark, draw
-from workbench.display.html import seconds_text, table
+from workbench.display.html import folded, seconds_text, table
 from workbench.errors import BadInput, WorkbenchError
 from workbench_widgets import stage_form
-from workbench_widgets.algorithm_menu import algorithms, code_of, fits, make_algorithm
+from workbench_widgets.algorithm_menu import algorithm_names, code_of, fits, make_algorithm
 from workbench_widgets.stage_form import times
 from workbench_widgets.view import View, button, choice, entry, or_why, whole_number
 
@@ -23,26 +23,6 @@ SIGNS = {
 }  # fmt: skip
 BY_HAND = "by hand"
 PEEKED_ROWS = 4
-
-
-@dataclass(frozen=True)
-class _Called:
-    """A stage of an iteration that cells make by hand: each takes what the one before it made."""
-
-    name: str
-    role: str
-    inputs: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _ByHand:
-    title: str
-    stages: Sequence[_Called]
-
-    def edges(self) -> Mapping[str, set[str]]:
-        return {stage.name: set(stage.inputs) for stage in self.stages}
 
 
 class Stepper(View):
@@ -114,13 +94,7 @@ class Stepper(View):
             ]
         )
 
-    def picture(self) -> str:
-        return self._drawn_as(live=True)
-
-    def still(self) -> str:
-        return self._drawn_as(live=False)
-
-    def _drawn_as(self, *, live: bool) -> str:
+    def html(self, *, live: bool) -> str:
         graph = self._graph()
         if graph is None:
             return (
@@ -134,10 +108,14 @@ class Stepper(View):
         head = f"<div>iteration {self.iteration}{': ' + escape(counts) if counts else ''}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
+        rows = [
+            {"stage": one.name, "role": one.role, "state": marks[one.name].words, "after": ", ".join(one.inputs)}
+            for one in graph.stages
+        ]
         return (
             draw(graph, marks, live=live)
             + head
-            + _stages_table(graph, marks)
+            + folded("The stages as a table", table(rows))
             + self._comparison
             + (self._details(graph) if live else "")
         )
@@ -166,14 +144,16 @@ class Stepper(View):
         return [record for record in self.lab.run_log.records(self.iteration) if not record.aside]
 
     def _graph(self) -> Any:
-        """The algorithm's, or one of what was called in this iteration; None where nothing was."""
+        """The algorithm's, or one of what cells called in this iteration, each stage after the one before it; None
+        where nothing was called."""
         if self.algorithm is not None:
             return self.algorithm.graph()
-        stages: list[_Called] = []
+        stages: list[Stage] = []
         for record in self._calls():
             if record.stage not in [stage.name for stage in stages]:
-                stages.append(_Called(record.stage, record.role, (stages[-1].name,) if stages else ()))
-        return _ByHand(f"what cells called in iteration {self.lab.iteration}", stages) if stages else None
+                before = (stages[-1].name,) if stages else ()
+                stages.append(Stage(name=record.stage, role=record.role, operation=record.stage, inputs=before))
+        return Graph(f"what cells called in iteration {self.lab.iteration}", tuple(stages)) if stages else None
 
     def _records(self) -> dict[str, Any]:
         """The last call of each stage in this iteration, by the stage's name."""
@@ -255,7 +235,7 @@ class Stepper(View):
             parts.append(self._branch_from())
             parts.append(self._rows(batch))
         code = f'<pre style="max-height:24em;overflow:auto">{escape(code_of(stage, self.lab))}</pre>'
-        parts.append(f"<details><summary>code</summary>{code}</details>")
+        parts.append(folded("code", code))
         return f'<section aria-label="{escape(stage.name)}">{"".join(parts)}</section>'
 
     def _batch(self, stage: Any, record: Any) -> Any:
@@ -296,7 +276,7 @@ class Stepper(View):
         """Algorithms that this workbench can run, with their fields as they come."""
         roles = tuple(self.lab.groups)
         if self._fit[0] != roles:
-            self._fit = (roles, [name for name in algorithms() if fits(name, self.lab, self.algorithm)])
+            self._fit = (roles, [name for name in algorithm_names() if fits(name, self.lab, self.algorithm)])
         return self._fit[1]
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -395,12 +375,3 @@ class Stepper(View):
 
 def _short(value: Any) -> Any:
     return value if not isinstance(value, str) or len(value) <= 90 else value[:89] + "…"
-
-
-def _stages_table(graph: Any, marks: Mapping[str, Mark]) -> str:
-    """What the graph shows, as a table."""
-    rows = [
-        {"stage": one.name, "role": one.role, "state": marks[one.name].words, "after": ", ".join(one.inputs)}
-        for one in graph.stages
-    ]
-    return f"<details><summary>The stages as a table</summary>{table(rows)}</details>"

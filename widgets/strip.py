@@ -49,19 +49,13 @@ class Strip(View):
             self._rows += 1
             self._held[row["host"]] = MemoryReading(**row)
 
-    def picture(self) -> str:
-        return self._line(live=True)
-
-    def still(self) -> str:
-        return self._line(live=False)
-
     def text(self) -> str:
         self._read()
         told = {"": self._runs(), "tokens/s": self._rate()[0], "reward": self._reward()[0], "memory": self._fullest()}
         warnings = "; ".join(self._warnings()) or "no warnings"
         return " | ".join([*(f"{name} {value}".strip() for name, value in told.items() if value), warnings])
 
-    def _line(self, *, live: bool) -> str:
+    def html(self, *, live: bool) -> str:
         self._read()
         rate, told = self._rate()
         last, curve, numbers = self._reward()
@@ -129,15 +123,12 @@ class Strip(View):
 
     def _warnings(self) -> list[str]:
         told = [f"pool {pool} is lost" for pool in self.lab.hosts.lost]
-        told += [f"{r.stage} {r.state}" for r in self._newest() if r.state == "failed"]
+        newest = {record.stage: record for record in self._records(self.lab.iteration)}
+        told += [f"{stage} {record.state}" for stage, record in newest.items() if record.state == "failed"]
         told += [f"{reading.host} did not answer" for reading in self._living() if reading.error]
         unwritten = self.lab.telemetry.unwritten
         told += [f"{unwritten:,} rows of telemetry are not on the disk"] if unwritten else []
         return told + (["another kernel drives this workbench"] if self.lab.looks else [])
-
-    def _newest(self) -> list[Any]:
-        """The last call of each stage in this iteration."""
-        return list({record.stage: record for record in self._records(self.lab.iteration)}.values())
 
 
 def _item(html: str, title: str) -> str:

@@ -127,14 +127,17 @@ class TimelineView(View):
 
     def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
         picture = self._drawn = self._draw()
-        seen = None if self._range is None else picture.folding.drawn(np.array(self._range)).tolist()
+        seen, sums = None, ""
+        if self._range is not None:
+            seen = picture.folding.drawn(np.array(self._range)).tolist()
+            sums = f'<section aria-label="selected range">{picture.sums(*self._range)._repr_html_()}</section>'
         data = {
             "svg": picture.inline_svg,
             "spans": picture.span_count,
             "window": f"{picture.window[0]} {self.iterations} {self.fold}",
             "length_s": picture.length_s,
             "range": seen,
-            "sums": self._sums(picture),
+            "sums": sums,
             "times": times_table(picture.summary, "times by device"),
             "details": self._details(picture),
             "chosen": self._chosen.get("span", -1),
@@ -155,13 +158,6 @@ class TimelineView(View):
 
     def text(self) -> str:
         return repr(self._small())
-
-    def _sums(self, picture: Timeline) -> str:
-        """The sums of what is selected."""
-        if self._range is None:
-            return ""
-        sums = picture.sums(*self._range)._repr_html_()
-        return f'<section aria-label="selected range">{sums}</section>'
 
     # --- what was chosen ----------------------------------------------------------------------------------------------
 

@@ -52,13 +52,17 @@ class View:
         """Html of buttons and choices; not part of the still picture."""
         return ""
 
+    def html(self, *, live: bool) -> str:
+        """The picture; live: with what can be pressed in it. A view has its own `html`, or its own `picture`."""
+        return self.picture()
+
     def picture(self) -> str:
         """Html without a script, as a saved notebook shows it."""
-        raise NotImplementedError
+        return self.html(live=not self.script)
 
     def still(self) -> str:
         """The picture of a saved notebook, without what could be pressed in it."""
-        return self.picture()
+        return self.html(live=False)
 
     def svg(self) -> str | None:
         """The picture as one svg, where it is one."""
@@ -75,7 +79,7 @@ class View:
     def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
         """What the script draws from: plain values, and buffers. whole: for a front end that has nothing yet; else what
         is new since the last one."""
-        raise NotImplementedError
+        return {"html": self.html(live=True)}, []
 
     def receive(self, **given: Any) -> None:
         """What another view turns to here with, such as an iteration."""
@@ -150,8 +154,8 @@ class Still:
     def __init__(self, view: View | None) -> None:
         self._text = "the hosts did not answer in time" if view is None else or_why(view.text)
         self._html = escape(self._text) if view is None else or_why(view.still)
-        self._svg = None if view is None else _or_none(view.svg)
-        self._figure = None if view is None else _or_none(view.figure)
+        self._svg = None if view is None else or_none(view.svg)
+        self._figure = None if view is None else or_none(view.figure)
 
     def bundle(self) -> dict[str, str]:
         """All but the charts, by mimetype."""
@@ -175,8 +179,9 @@ def or_why(make: Callable[[], str]) -> str:
         return f"<p>{escape(str(error))}</p>"
 
 
-def _or_none(make: Callable[[], Any]) -> Any:
+def or_none(ask: Callable[[], Any]) -> Any:
+    """What a view answers; None where it fails: its picture says why."""
     try:
-        return make()
-    except Exception:  # the html says why
+        return ask()
+    except Exception:  # a host that is gone, a workbench that was closed
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import pandas as pd
 
 from workbench.algorithms.graph import Graph
 from workbench.algorithms.loop import Algorithm
@@ -23,8 +24,6 @@ from workbench.errors.plain_text import shown
 from workbench.support.validation import Rule
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.algorithms.lab import Lab
 
 Arms = Annotated[
@@ -158,14 +157,10 @@ class Comparison(Charted):
     @property
     def df(self) -> pd.DataFrame:
         """One row a metric, one column an arm; NaN where an arm has none of that name."""
-        import pandas as pd
-
         return pd.DataFrame({arm.name: dict(arm.metrics) for arm in self.arms})
 
     def column(self, name: str = "advantages") -> pd.DataFrame:
         """One row a response, one column an arm: the mean of a column of numbers over the response's tokens."""
-        import pandas as pd
-
         if name not in self._frames:
             found = {}
             for arm in self.arms:

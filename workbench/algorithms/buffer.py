@@ -19,6 +19,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from workbench.batches.batch import Batch
@@ -212,8 +213,6 @@ def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
 
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     Priority = Callable[[pd.DataFrame], Any]
 
 Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and which of its prompts; None: all
@@ -359,8 +358,6 @@ class Buffer:
         """One row a response: `iteration` (whose prompt it answers), `prompt_uid`, `weights_version` (of each of its
         tokens; -1 where it is not known), `age_steps` (optimizer steps of the actor since then), `response_tokens`,
         `reward` (NaN before it is scored), `times_drawn`, `batch`."""
-        import pandas as pd
-
         rows = [
             (found.iteration, uid, version, self._steps_since(version), tokens, reward, drawn, found.rollouts.id)
             for found in self.waiting
@@ -375,8 +372,6 @@ class Buffer:
         return self._frame([found for found in self.waiting if found.whole])
 
     def _frame(self, waiting: Sequence[WaitingRollouts]) -> pd.DataFrame:
-        import pandas as pd
-
         rows = []
         for found in waiting:
             for uid in found.groups():

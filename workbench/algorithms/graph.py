@@ -16,6 +16,7 @@ from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
 from workbench.batches.schema import SCHEMA
 from workbench.data.prompt_stream import PromptStream
+from workbench.display.graph import draw
 from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, keeps_mask, truncation
@@ -357,8 +358,6 @@ class Graph:
         return f"<Graph {self.title}: {' > '.join(self.names)}>"
 
     def _repr_html_(self) -> str:
-        from workbench.display.graph import draw
-
         return draw(self)
 
 

@@ -25,6 +25,7 @@ from workbench.batches.batch import Batch
 from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Iterations
+from workbench.display.results import Results
 from workbench.errors import BadInput, StageInterrupted
 from workbench.errors.plain_text import shown
 from workbench.objectives.correction import Correction
@@ -265,8 +266,6 @@ class Algorithm(StageEdits):
 
         A script that is resumed counts the iterations before its checkpoint, and does not run them again.
         """
-        from workbench.display.results import Results
-
         if staleness:
             check_can_run_ahead(self.graph())
         self.lab.take_edits()

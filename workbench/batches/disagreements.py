@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from workbench.batches.columns import Ragged
 from workbench.display.html import table
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.batches.batch import Batch
 
 
@@ -124,8 +123,6 @@ class Disagreements:
 
 def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple[float, float] | None) -> Disagreements:
     """See `Batch.disagreements`; names: of the columns."""
-    import pandas as pd
-
     values = [_scores(batch, name) for name in names]
     valid = np.ones(batch.rows, dtype=bool)
     if "valid" in batch.names:

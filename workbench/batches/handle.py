@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import pandas as pd
 
 from workbench.batches import files
 from workbench.batches.columns import Ragged, Table, to_tensordict
@@ -20,6 +21,7 @@ from workbench.batches.location import Column, Location, Maker, RowProvider, Sha
 from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import TURN_COLUMNS, chosen_mean, frame_of_turns, marked
 from workbench.batches.vocabulary import Vocabulary
+from workbench.display.html import bytes_text, table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, UnknownColumn
 from workbench.errors.plain_text import shown
@@ -29,7 +31,6 @@ from workbench.support.named_fields import meant
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
-    import pandas as pd
     from tensordict import TensorDict
 
     RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
@@ -280,8 +281,6 @@ class BatchHandle:
 
         With `response_mask` there, what an environment wrote in a response stands in ⟦ ⟧.
         """
-        import pandas as pd
-
         table = self.fetch(columns, rows)
         out: dict[str, list[Any]] = {}
         for name, column in table.items():
@@ -328,8 +327,6 @@ class BatchHandle:
         """The rows for which a function of yours failed, one line a row: `row`, its number; `prompt`; `stage` and
         `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
         """
-        import pandas as pd
-
         names = ["row", "prompt", "stage", "function", "error"]
         if "failure" not in self.names:
             return pd.DataFrame(columns=names).astype({"row": "int64"})
@@ -375,8 +372,6 @@ class BatchHandle:
         return f"<Batch {self.name} v{self.version}: {self.rows} rows; {shown}>"[:79]
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import bytes_text, table
-
         if self.pending:  # to look at it does not wait
             return escape(repr(self))
         rows = [

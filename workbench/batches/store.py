@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from workbench.errors import NotFound
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.batches.batch import Batch
     from workbench.batches.location import Column
 
@@ -269,8 +269,6 @@ class Store:
     def frame(self) -> pd.DataFrame:
         """What stages made and the store keeps: one row a batch, in order: what made it, of what, its size, and where
         it is."""
-        import pandas as pd
-
         rows = []
         for name, entry in list(self._entries.items()):
             batch = entry.batch

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,10 +20,6 @@ from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.support.intervals import student_quantile
 from workbench.support.validation import one_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 STANDARD_ERROR = "reward_standard_error"
 SHOWN_CONDITIONS = ("samples", "seed", "sampling/temperature", "sampling/top_p", "sampling/max_new_tokens", "reward")
@@ -106,8 +102,6 @@ def compare_evaluations(a: Any, b: Any, *, of: str = "reward") -> EvaluationComp
     of 80 %.
     `.flipped` lists prompts that one passes more often than the other, with their responses side by side.
     """
-    import pandas as pd
-
     for name, one in (("a", a), ("b", b)):
         if not isinstance(one, Evaluation):
             raise BadInput(f"{name} is a {type(one).__name__}", "it is what lab.evaluate(...) returned", "give that")

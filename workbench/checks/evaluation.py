@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from workbench.batches.columns import Ragged
+from workbench.checks.compare_evaluations import Evaluation, of_data
 from workbench.data.prompt_rows import PromptRow
 from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
 from workbench.data.streamed_prompts import StreamedPrompts
@@ -29,8 +31,6 @@ from workbench.support.flat_settings import flat
 from workbench.support.validation import whole
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.algorithms.lab import Lab
     from workbench.batches.batch import Batch
 
@@ -138,9 +138,6 @@ def evaluate(
     percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a
     format.
     """
-    import pandas as pd
-
-    from workbench.checks.compare_evaluations import Evaluation, of_data
 
     asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select)
     _check(lab, asked)
@@ -213,8 +210,6 @@ def _check(lab: Lab, asked: Asked) -> None:
 
 def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFrame:
     """A frame with a row a response, the samples of a prompt side by side."""
-    import pandas as pd
-
     batch = lab.put(prompt_table(rows, 0))
     batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
     scored = lab.reward.compute_reward(batch, function=asked.reward)

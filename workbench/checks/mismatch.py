@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+import pandas as pd
 import torch
 
 from workbench.batches.batch import Batch
@@ -20,8 +21,6 @@ from workbench.support.validation import Rule
 from workbench.workers.sampling_mask import MASK_COLUMNS, TRUNCATION
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.algorithms.lab import Lab
 
 QUANTILES = 100
@@ -60,8 +59,6 @@ class Mismatch(Charted):
         http://joschu.net/blog/kl-approx.html). sequence_weight: the mean over responses of exp(sum of gaps), 1 where
         both are one distribution. effective_share: (sum w)^2 / (n sum w^2) of these weights, 1 where all are equal.
         """
-        import pandas as pd
-
         rows, gaps = [], self.gaps
         for name in gaps.columns[3:]:
             gap = gaps[name].to_numpy()
@@ -105,8 +102,6 @@ def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mi
     precisions: `wb.Precision` by name, in place of `workbench.settings.precision.PRECISIONS`. Needs room for the
     actor's weights a second time.
     """
-    import pandas as pd
-
     if "actor" not in lab.groups or "compute_precisions" not in lab.actor.operations:
         raise BadInput("mismatch without an actor of workbench's own", "its weights score the tokens")
     masked = set(MASK_COLUMNS) <= set(batch.names)

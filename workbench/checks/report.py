@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
+import pandas as pd
+
+from workbench.display.html import table
 from workbench.errors import BadInput, CheckFailed
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.batches.batch import Batch
 
 Verdict = Literal["ok", "failed", "not applicable"]
@@ -78,8 +79,6 @@ class CheckReport:
     @property
     def df(self) -> pd.DataFrame:
         """One row a check, by name."""
-        import pandas as pd
-
         columns = list(Finding.__dataclass_fields__)
         return pd.DataFrame([asdict(finding) for finding in self.findings], columns=columns).set_index("check")
 
@@ -93,22 +92,14 @@ class CheckReport:
         return iter(self.findings)
 
     def __repr__(self) -> str:
-        lines = []
-        for finding in self.findings:
-            row = _texts(finding)
-            lines.append(
-                f"{row['check']:<14}{row['verdict']:<16}{row['figure']:>9}{row['threshold']:>10}  {row['look']}"
-            )
-        head = f"{'check':<14}{'verdict':<16}{'figure':>9}{'threshold':>10}  look at, or what it is"
-        return "\n".join([head, *(line.rstrip() for line in lines)])
+        head = ("check", "verdict", "figure", "threshold", "look at, or what it is")
+        rows = [head, *((*_texts(finding).values(), finding.culprit or finding.about) for finding in self.findings)]
+        return "\n".join(f"{row[0]:<14}{row[1]:<16}{row[2]:>9}{row[3]:>10}  {row[4]}".rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
         state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
-        rows = [{**_texts(finding), "look": finding.culprit, "what it is": finding.about} for finding in self.findings]
-        return table([{k if k != "look" else "look at": v for k, v in row.items()} for row in rows],
-                     caption=f"{len(self.findings)} checks: {state}")  # fmt: skip
+        rows = [{**_texts(one), "look at": one.culprit, "what it is": one.about} for one in self.findings]
+        return table(rows, caption=f"{len(self.findings)} checks: {state}")
 
 
 def _exceeded(finding: Finding) -> str:
@@ -124,5 +115,4 @@ def _texts(finding: Finding) -> dict[str, str]:
         "verdict": finding.verdict,
         "figure": f"{finding.figure:.2g}" if measured else "",
         "threshold": f"{finding.threshold:.2g}" if measured else "",
-        "look": finding.culprit or finding.about,
     }

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from workbench.comparisons.run_folder import ITERATION, run_folder
 from workbench.display.curves import Chart, Charted, Curve, tables
 from workbench.display.headlines import looked_at
@@ -16,8 +18,6 @@ from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.telemetry.store import TelemetryStore
 
 METRICS = {
@@ -92,8 +92,6 @@ def dial(lab: Any) -> Dial:
 
 def _times(telemetry: TelemetryStore, devices: Sequence[Lane]) -> pd.DataFrame:
     """By iteration: `seconds` and `idle_share`. Of one that was made again, the last."""
-    import pandas as pd
-
     events: list[Any] = telemetry.events().to_dict("records")
     rows: list[Any] = telemetry.spans().to_dict("records")
     begun = [(int(event["details"][ITERATION]), event["time_s"]) for event in events if event["event"] == ITERATION]

@@ -6,15 +6,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.comparisons.run_folder import RunFolder, run_folder
 from workbench.display.html import folded, table
 from workbench.errors.plain_text import plain_text
 from workbench.support.checked_calls import checked_call
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST_LINES = 60
 
@@ -71,8 +70,6 @@ def diff(a: Any, b: Any, *, folder: str = "runs") -> RunDiff:
     those with which an algorithm began; data: the source of prompts and a digest of their tokens; code: the commit,
     source files of this package, versions of libraries, functions of roles. Raises `NotFound` for no run.
     """
-    import pandas as pd
-
     one, two = run_folder(a, folder), run_folder(b, folder)
     changes = [{"run": name, **row} for name, run in (("a", one), ("b", two)) for row in run.changes()]
     frame = pd.DataFrame(changes, columns=["run", "time_s", "iteration", "change"], dtype=object)
@@ -87,8 +84,6 @@ def diff(a: Any, b: Any, *, folder: str = "runs") -> RunDiff:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> pd.DataFrame:
-    import pandas as pd
-
     names = [name for name in dict.fromkeys([*a, *b]) if repr(a.get(name)) != repr(b.get(name))]
     values = {"a": [a.get(name) for name in names], "b": [b.get(name) for name in names]}
     return pd.DataFrame(values, index=pd.Index(names, dtype=object), dtype=object)
@@ -98,21 +93,15 @@ def _code(run: RunFolder) -> dict[str, Any]:
     """Commit, versions, files, and digests of functions by name."""
     found: dict[str, Any] = {"commit": run.record.code.get("commit")}
     for part in ("versions", "files"):
-        values = run.record.code.get(part)
-        found |= {f"{part}/{name}": value for name, value in (values.items() if isinstance(values, dict) else ())}
-    functions = _functions(run)
-    return found | {f"function of {role}": f"{one.get('name')} {one.get('digest')}" for role, one in functions.items()}
-
-
-def _functions(run: RunFolder) -> dict[str, dict[str, Any]]:
-    found = run.record.code.get("functions")
-    return {role: one for role, one in found.items() if isinstance(one, dict)} if isinstance(found, dict) else {}
+        found |= {f"{part}/{name}": value for name, value in run.code(part).items()}
+    functions = run.functions.items()
+    return found | {f"function of {role}": f"{one.get('name')} {one.get('digest')}" for role, one in functions}
 
 
 def _sources(a: RunFolder, b: RunFolder) -> dict[str, str]:
     """A unified diff of each role's function, where both sources are recorded and differ."""
     found = {}
-    ones, twos = _functions(a), _functions(b)
+    ones, twos = a.functions, b.functions
     for role in ones.keys() & twos.keys():
         before, after = (str(one[role].get("source", "")).splitlines() for one in (ones, twos))
         if before and after and before != after:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from workbench.comparisons.run_folder import RunFolder, X, run_folder
@@ -36,6 +36,8 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
     algorithms = ", ".join(found.algorithms)
     tags = ["workbench", "reinforcement-learning", *(name.lower() for name in found.algorithms)]
     head = {"library_name": "transformers", "base_model": base, "tags": tags}
+    code = [("commit", found.record.code.get("commit") or "none"), *found.code("versions").items()]
+    changes = [(one["iteration"], one["change"]) for one in found.changes()]
     parts = [
         "---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", "",
         f"# {_cell(found.folder.parent.name)}: {role} after {found.last_metrics()[0]} iterations", "",
@@ -46,8 +48,8 @@ def model_card(run: Any, role: str = "actor", *, folder: str = "runs") -> str:
         *_section("Data", found.record.data.items(), ("data", "value")),
         *_section("Algorithm", _algorithm(found), ("setting", "value")),
         *_section("Training", _training(found), ("setting", "value")),
-        *_section("Changed on the way", _changes(found), ("iteration", "change")),
-        *_section("Code", _code(found), ("what", "version")),
+        *_section("Changed on the way", changes, ("iteration", "change")),
+        *_section("Code", code, ("what", "version")),
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -94,16 +96,6 @@ def _training(run: RunFolder) -> list[tuple[Any, ...]]:
         if value is not None and (name == "seed" or name.endswith(("/name", "/function", "/dtype"))
                                   or name.startswith(tuple(f"{role}/training/" for role in TRAINED_ROLES)))
     ]  # fmt: skip
-
-
-def _changes(run: RunFolder) -> list[tuple[Any, ...]]:
-    return [(one["iteration"], one["change"]) for one in run.changes()]
-
-
-def _code(run: RunFolder) -> list[tuple[Any, ...]]:
-    versions = run.record.code.get("versions")
-    rows = [("commit", run.record.code.get("commit") or "none")]
-    return rows + (list(versions.items()) if isinstance(versions, Mapping) else [])
 
 
 def _cell(value: Any) -> str:

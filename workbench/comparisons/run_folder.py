@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.errors import BadInput, NotFound
 from workbench.session.run_record import RunRecord, read_run_record
 from workbench.support import files
 from workbench.support.files import path_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 METRICS, SETTINGS, EVENTS = Path("metrics.jsonl"), Path("settings.jsonl"), Path("events.jsonl")
 LIMIT_BYTES = 512 * 2**20  # of a file
@@ -41,6 +40,16 @@ class RunFolder:
     def record(self) -> RunRecord:
         """What it was opened with; empty where nothing tells it."""
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
+
+    def code(self, part: str) -> dict[str, Any]:
+        """A part of what is recorded of its code, such as "versions"; empty where there is none, or it is damaged."""
+        found = self.record.code.get(part)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """By role, its function: name, digest and source."""
+        return {role: one for role, one in self.code("functions").items() if isinstance(one, dict)}
 
     @cached_property
     def algorithms(self) -> dict[str, dict[str, Any]]:
@@ -118,8 +127,6 @@ class RunFolder:
         """One row an iteration: its metrics as "stage/metric"; "samples" and "tokens" that were generated up to its
         end, and "seconds" of training, without evaluations and the time between iterations. Of iterations that were
         made again after a recovery the last one counts; an iteration that has not begun has no row."""
-        import pandas as pd
-
         table: dict[int, dict[str, float]] = {}
         made: dict[int, list[float]] = {}
         newest, counts = self._iteration(), self._counts()

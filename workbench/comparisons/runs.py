@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -26,10 +26,6 @@ from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.files import path_of
 from workbench.support.named_fields import meant
 from workbench.support.validation import Number, Rule
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 Over = Literal["iterations", "samples", "tokens", "seconds"]
 Band = Literal["interval", "range"]
@@ -71,8 +67,6 @@ def curves_of(
     folders: Mapping[str, RunFolder], arms: Sequence[str], metrics: Sequence[str], over: Over, smooth: float, band: Band
 ) -> RunCurves:
     """See `Runs.curves`. arms: of each run."""
-    import pandas as pd
-
     series = {name: run.series() for name, run in folders.items()}
     rows, notes = [], _mixed(folders, arms)
     for metric in metrics:
@@ -120,8 +114,6 @@ def _unknown(metric: str, series: Mapping[str, pd.DataFrame]) -> NotFound:
 
 def _curve(frame: pd.DataFrame, column: str, over: Over, smooth: float) -> pd.Series[float]:
     """The metric of one run over x, where it has one, without points that are not finite."""
-    import pandas as pd
-
     found = frame[column].astype(float)
     kept = np.isfinite(found.to_numpy())
     x = frame.index.to_numpy(dtype=float) if over == "iterations" else frame[over].to_numpy(dtype=float)
@@ -171,10 +163,6 @@ class Runs(pd.DataFrame):
     @property
     def _constructor(self) -> Any:
         return Runs
-
-    @property
-    def _constructor_sliced(self) -> Any:
-        return pd.Series
 
     def arms(self, by: str | Sequence[str] | None = None) -> pd.Series[Any]:
         """Which arm each run is of, in words: its algorithm and settings, where they differ, but for the seed. by:
@@ -278,9 +266,8 @@ def runs(folder: str = "runs", *, name: str | None = None) -> Runs:
 def _row(run: RunFolder) -> dict[str, Any]:
     iterations, metrics = run.last_metrics()
     record = run.record
-    code = {"commit": record.code.get("commit"), **_mapping(record.code, "versions")}
-    code |= {f"{role}": _mapping(_mapping(record.code, "functions"), role).get("digest")
-             for role in _mapping(record.code, "functions")}  # fmt: skip
+    code = {"commit": record.code.get("commit"), **run.code("versions")}
+    code |= {role: function.get("digest") for role, function in run.functions.items()}
     return {
         "opened": datetime.fromtimestamp(record.opened_s) if record.opened_s else None,
         "algorithm": ", ".join(run.algorithms), "iterations": iterations, **metrics,
@@ -289,11 +276,6 @@ def _row(run: RunFolder) -> dict[str, Any]:
         **{f"code/{name}": _cell(value) for name, value in code.items()},
         "folder": str(run.folder),
     }  # fmt: skip
-
-
-def _mapping(values: Any, name: str) -> dict[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _cell(value: Any) -> Any:

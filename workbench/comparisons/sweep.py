@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import pandas as pd
 from filelock import FileLock, Timeout
 
 from workbench.backends import registry
@@ -33,8 +34,6 @@ from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.validation import PositiveInt, Rule
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.controller import Workbench
 
 
@@ -332,8 +331,6 @@ def beaten(scores: Mapping[str, list[float]], stopped: Mapping[str, str], looks:
 def _sweep(
     rows: list[dict[str, Any]], scores: Mapping[str, list[float]], stopped: Mapping[str, str], seeds: int, level: float
 ) -> Sweep:
-    import pandas as pd
-
     best = max(scores, key=lambda arm: (arm not in stopped, float(np.mean(scores[arm]))))
     found = {}
     for arm, values in scores.items():

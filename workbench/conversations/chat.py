@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from workbench.algorithms.lab import Lab
@@ -33,9 +34,6 @@ from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checks_calls
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CONTINUED = ("gae", "gae_turn")  # estimators that take the critic's value for what would come after a branch
 
@@ -274,8 +272,6 @@ class Chat:
         """Credit by turn, of the branch: one row a turn, with `turn`, `number` (in the tree), `text`, `answer`,
         `written_by`, `answered_by`, `reward`; `value`, `value_low`, `value_high`, `forked`: by continuations from
         before the turn, with the ends of a 95 % interval (NaN where there are none); with a critic `critic_value`."""
-        import pandas as pd
-
         path = self.path
         critic = self._critic_values(path) if path and "critic" in self._lab.groups else None
         lines = []

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from workbench.conversations.rows import trained_turns
 from workbench.conversations.tree import Tree, Turn
 from workbench.display.conversation import TurnPicture
 from workbench.display.html import table
 from workbench.support.intervals import LEVEL, student_quantile
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +90,6 @@ class Fork:
 
     @property
     def df(self) -> pd.DataFrame:
-        import pandas as pd
-
         columns = {
             "leaf": [turn.number for turn in self.leaves], "turns": self.turns, "return": self.returns,
             "ending": self.endings, "text": self.texts,

@@ -8,19 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from workbench.batches.schema import ScoredRows
 from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
 from workbench.objectives.preference import CONFIDENCE_95
 from workbench.support.intervals import wilson_bounds
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 OPEN_ITERATIONS = 4  # draws that are so many iterations old take no other scores any more
 VERSIONS = 8  # weights versions whose responses are counted apart, for each prompt
@@ -277,8 +274,6 @@ def usual_order(prompts: Prompts, drawn: np.ndarray) -> np.ndarray:
 
 def ledger_frame(prompts: Prompts, ledger: Ledger, iteration: int) -> pd.DataFrame:
     """A row a prompt, see `PromptStream.ledger`, in `usual_order`."""
-    import pandas as pd
-
     totals = ledger.totals()
     drawn, sums, last = totals.drawn, totals.sums, totals.last
     values: dict[str, Any] = {
@@ -304,8 +299,6 @@ def ledger_frame(prompts: Prompts, ledger: Ledger, iteration: int) -> pd.DataFra
 
 def versions_frame(prompts: Prompts, ledger: Ledger) -> pd.DataFrame:
     """A row a prompt and weights version, see `PromptStream.ledger`."""
-    import pandas as pd
-
     totals = ledger.totals()
     rows, places = np.nonzero(totals.versions != UNSCORED)
     versions = totals.versions[rows, places]

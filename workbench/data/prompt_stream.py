@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+import pandas as pd
 import torch
 
 from workbench.batches.batch import Batch
@@ -31,10 +32,6 @@ from workbench.support.calls.pickling import name_of
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_names
 from workbench.support.validation import FINITE, Number, checked, one_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 Order = Callable[["pd.DataFrame"], Any]
 RULE = (
@@ -72,8 +69,6 @@ def chosen_rows(order: Order, ledger: pd.DataFrame, n: int, seed: tuple[int, ...
 
 def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int, ...]) -> list[Any]:
     """By their index, in order."""
-    import pandas as pd
-
     if isinstance(found, pd.DataFrame):
         found = found.index
     if isinstance(found, pd.Series):

@@ -9,18 +9,15 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import pandas as pd
 
 from workbench.data.prompt_rows import PromptReader, PromptRow, prompt_column_of
 from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.support.validation import whole
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 R = TypeVar("R")
 
@@ -143,8 +140,6 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
         """The rows by their place in the source: `prompt`, `prompt_tokens`, and the other columns."""
-        import pandas as pd
-
         values: dict[str, list[Any]] = {
             "prompt": [row.prompt for row in self.rows],
             "prompt_tokens": [len(row.prompt_ids) for row in self.rows],

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from workbench.display.headlines import headlines
 from workbench.display.html import seconds_text
+from workbench.support.notebook_cell import in_notebook
 
 REFRESH_S = 0.25
 
@@ -45,12 +46,6 @@ def is_quiet() -> bool:
 def is_logged() -> bool:
     """Whether loops write plain lines where no line can be written over."""
     return _shown == "logged"
-
-
-class Line(Protocol):
-    def show(self, text: str) -> None: ...
-
-    def clear(self) -> None: ...
 
 
 class TerminalLine:
@@ -174,22 +169,16 @@ class Progress:
 
 def note(text: str) -> None:
     """Tell the user something: below the cell of a notebook, elsewhere on stderr. A script's stdout is its result."""
-    print(text, file=None if _in_notebook() else sys.stderr)
+    print(text, file=None if in_notebook() else sys.stderr)
 
 
-def _in_notebook() -> bool:
-    # a notebook has loaded IPython itself: no reason to import it here
-    ipython = sys.modules.get("IPython")
-    return getattr(ipython.get_ipython() if ipython is not None else None, "kernel", None) is not None
-
-
-def line(stream: TextIO | None) -> Line | None:
+def line(stream: TextIO | None) -> TerminalLine | _NotebookLine | None:
     """The line of this thread that can be written over, if there is one, on a stream or where the user looks."""
     if is_quiet():
         return None
     if stream is None and threading.current_thread() is not threading.main_thread():
         return None  # what a panel runs shows in the panel
-    if stream is None and _in_notebook():
+    if stream is None and in_notebook():
         return _NotebookLine()
     stream = stream if stream is not None else sys.stderr
     return TerminalLine(stream) if stream.isatty() else None

@@ -74,57 +74,49 @@ class Results(pd.DataFrame):
     def _constructor(self) -> Any:
         return pd.DataFrame
 
+    def _looked_at(self) -> dict[str, list[tuple[float, float]]]:
+        """By label, for each iteration: its value, and half the width of the value's interval; NaN without one."""
+        seconds, no_widths = self.attrs.get("seconds", []), [math.nan] * len(self)
+        columns = {}
+        for label, name in looked_at(self.columns).items():
+            half = interval_of(name)
+            widths = self._numbers(half) if half in self.columns else no_widths
+            columns[label] = list(zip(self._numbers(name), widths, strict=True))
+        if seconds and len(seconds) == len(self):
+            columns["seconds"] = list(zip(seconds, no_widths, strict=True))
+        return columns
+
     def __repr__(self) -> str:
-        found, seconds = looked_at(self.columns), self.attrs.get("seconds", [])
-        columns = {label: self._numbers(name) for label, name in found.items()}
-        columns |= {"seconds": list(seconds)} if seconds and len(seconds) == len(self) else {}
+        columns = self._looked_at()
         if not columns or not len(self):
             return super().__repr__()
         first = max(0, len(self) - MOST_ROWS)
-        cells = {label: [self._cell(label, n, columns) for n in range(first, len(self))] for label in columns}
+        cells = {
+            label: [f"{value:.4g}" + (f" ± {width:.2g}" if width == width else "") for value, width in column[first:]]
+            for label, column in columns.items()
+        }
         with pd.option_context("display.width", 1000):
             shown = pd.DataFrame(cells, index=self.index[first:]).to_string()
         earlier = f"{first:,} earlier iterations are in the frame\n" if first else ""
-        others = len(self.columns) - len(found)
+        others = len(self.columns) - len(looked_at(self.columns))
         rest = f"{others} other columns as 'stage/metric': .columns has their names, .to_string() prints all"
         return f"{earlier}{shown}\n{rest}"
 
-    def _cell(self, label: str, row: int, columns: Mapping[str, Sequence[float]]) -> str:
-        value, width = columns[label][row], self._width(label, row)
-        return f"{value:.4g}" + (f" ± {width:.2g}" if width == width else "")
-
-    def _width(self, label: str, row: int) -> float:
-        """Half the width of its interval; NaN without one."""
-        half = interval_of(looked_at(self.columns).get(label, ""))
-        return self._numbers(half)[row] if half in self.columns else float("nan")
-
     def _repr_html_(self) -> str:
-        found = looked_at(self.columns)
-        seconds = self.attrs.get("seconds", [])
-        seconds = seconds if len(seconds) == len(self) else []
-        columns = {label: self._numbers(name) for label, name in found.items()}
-        columns |= {"seconds": list(seconds)} if seconds else {}
-        lines = {label: sparkline(values, label) for label, values in columns.items()} if len(self) > 1 else {}
-        rows = [
-            {
-                str(self.index.name or ""): str(self.index[n]),
-                **{label: self._text(label, n, columns) for label in columns},
-            }
-            for n in range(max(0, len(self) - MOST_ROWS), len(self))
-        ]
-        took = f" in {seconds_text(sum(seconds))}" if seconds else ""
+        columns, index, first = self._looked_at(), str(self.index.name or ""), max(0, len(self) - MOST_ROWS)
+        rows: list[dict[str, Any]] = [{index: str(n)} for n in self.index[first:]]
+        for label, column in columns.items():
+            for row, (value, width) in zip(rows, column[first:], strict=True):
+                row[label] = Markup(f"{value:.4g} &#177; {width:.2g}") if width == width else value
+        if len(self) > 1 and columns:
+            lines = {label: sparkline([value for value, _ in column], label) for label, column in columns.items()}
+            rows = [lines, *rows]
+        took = f" in {seconds_text(sum(self.attrs['seconds']))}" if "seconds" in columns else ""
         caption = f"{self.attrs.get('algorithm', 'Metrics')}: {len(self)} iteration{'s' * (len(self) != 1)}{took}"
-        earlier = len(self) - len(rows)
-        note = f'<div style="font-size:12px;opacity:.7">{earlier:,} earlier iterations are in the frame</div>'
-        shown = table(
-            [lines, *rows] if lines else rows, columns=[str(self.index.name or ""), *columns], caption=caption
-        )
+        note = f'<div style="font-size:12px;opacity:.7">{first:,} earlier iterations are in the frame</div>'
+        shown = table(rows, columns=[index, *columns], caption=caption)
         # as images: GitHub, and JupyterLab with an untrusted notebook, drop svg
-        return as_images(shown + note * bool(earlier) + self._others(set(found.values())))
-
-    def _text(self, label: str, row: int, columns: Mapping[str, Sequence[float]]) -> Any:
-        value, width = columns[label][row], self._width(label, row)
-        return Markup(f"{value:.4g} &#177; {width:.2g}") if width == width else value
+        return as_images(shown + note * bool(first) + self._others(set(looked_at(self.columns).values())))
 
     def _numbers(self, name: str) -> list[float]:
         return pd.to_numeric(self[name], errors="coerce").astype(float).tolist()

@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from workbench.display.html import bytes_text, folded, numbers_table, svg
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CELL, LEFT, TOP, CHARACTER = 44, 12, 28, 6.6
 FLOW_FILLS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # Okabe and Ito
@@ -83,8 +81,6 @@ class Traffic:
 
 def traffic(transfers: pd.DataFrame, *, names: Sequence[str], what: str, minimum_bytes: int | None = None) -> Traffic:
     """The movements of a transfers frame. names: the processes that may occur, in the order of the picture."""
-    import pandas as pd
-
     others = sorted({*transfers["source"], *transfers["destination"]} - set(names))
     order = [*names, *others]
     summed = transfers.pivot_table(

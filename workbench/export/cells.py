@@ -232,9 +232,7 @@ def _translated(cell: Cell, statement: ast.stmt) -> str:
         raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
     name, line = given[0], given[1].strip() if len(given) > 1 else ""
     target = f"{ast.unparse(statement.targets[0])} = " if isinstance(statement, ast.Assign) else ""
-    if name in SILENT and not target:
-        return "pass"
-    if name == "timeit" and not target:
+    if name in (*SILENT, "timeit") and not target:
         return "pass"
     if name == "time" and line:
         return target + line

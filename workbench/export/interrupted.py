@@ -249,23 +249,21 @@ def _part(node: ast.stmt, failed: Position, made: Made) -> tuple[list[str], list
     )
     if not inside.calls and not inside.stages:
         return [], []
-    suite = next((suite for suite in _suites(node) if any(_has(one, failed) for one in suite)), None)
+    bodies = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+    suites = (body for body in bodies if isinstance(body, list) and any(_has(one, failed) for one in body))
+    suite: list[ast.stmt] | None = next(suites, None)
     if suite is not None and isinstance(node, ast.For | ast.With | ast.If | ast.Try):
         at = next(n for n, one in enumerate(suite) if _has(one, failed))
-        turns = 0
-        if isinstance(node, ast.For):
-            counted = _turns(node, suite, at, inside)
-            if counted is None:
-                return _flat(node, inside)
-            turns = counted
-        last, left = _part(suite[at], failed, _of_last_turn(inside, suite[at], turns))
-        partial = [*(ast.unparse(one) for one in suite[:at]), *last]
-        if isinstance(node, ast.With):
-            head = ast.unparse(node).split("\n")[0]
-            return [head, *(f"    {line}" for one in partial for line in one.split("\n"))] if partial else [], left
-        if isinstance(node, ast.For):
-            return [*_whole_turns(node, turns), *_turn_name(node, turns, partial), *partial], left
-        return partial, left
+        turns = _turns(node, suite, at, inside) if isinstance(node, ast.For) else 0
+        if turns is not None:
+            last, left = _part(suite[at], failed, _of_last_turn(inside, suite[at], turns))
+            partial = [*(ast.unparse(one) for one in suite[:at]), *last]
+            if isinstance(node, ast.With):
+                head = ast.unparse(node).split("\n")[0]
+                return [head, *(f"    {line}" for one in partial for line in one.split("\n"))] if partial else [], left
+            if isinstance(node, ast.For):
+                return [*_whole_turns(node, turns), *_turn_name(node, turns, partial), *partial], left
+            return partial, left
     calls, left = _calls(inside.calls)
     if len(inside.calls) == 1 and inside.calls[0].call == "run" and (same := _with_count(node, inside.calls[0])):
         calls = [same, *(line for line in calls if ".run(" not in line)]
@@ -284,11 +282,6 @@ def _told(inside: Made, lines: list[str]) -> list[str]:
     last = inside.calls[-1]
     more = "; the next run finishes its last iteration" if last.finished_later else ""
     return [f"# interrupted: this is what it made{more}", *lines]
-
-
-def _flat(node: ast.stmt, inside: Made) -> tuple[list[str], list[str]]:
-    calls, left = _calls(inside.calls)
-    return _told(inside, calls), left + _direct(node, inside)
 
 
 def _direct(node: ast.stmt, inside: Made) -> list[str]:
@@ -314,10 +307,6 @@ def _with_count(node: ast.stmt, call: MadeCall) -> str:
         if given.arg == "iterations":
             given.value = count
     return ast.unparse(value)
-
-
-def _suites(node: ast.stmt) -> list[list[ast.stmt]]:
-    return [suite for name in ("body", "orelse", "finalbody") if isinstance(suite := getattr(node, name, None), list)]
 
 
 def _turns(node: ast.For, suite: list[ast.stmt], at: int, made: Made) -> int | None:

@@ -136,12 +136,10 @@ class Repeat:
         first = self.body[0].cell
         if first.number and self.last.number and first.number != self.last.number:
             where = f"cells {first.number} to {self.last.number}"
+        elif first.count is None or not self.last.count:
+            where = str(first)
         else:
-            where = (
-                str(first)
-                if first.count is None or not self.last.count
-                else f"In [{first.count}] to [{self.last.count}]"
-            )
+            where = f"In [{first.count}] to [{self.last.count}]"
         return f"{where}: {len(self.body)} lines, {self.count} times"
 
 

@@ -247,16 +247,12 @@ def hoisted(
             for key, s in above.items()
             if s.names.needs & local
             or s.names.rebinds & local
-            or (brought and s.names.uses - here and _unknown(s, here))
+            or (brought and any(not hasattr(builtins, name) for name in s.names.uses - here))
         ]
         if not falls:
             return imports, above
         for key in falls:
             del above[key]
-
-
-def _unknown(statement: Statement, here: set[str]) -> bool:
-    return any(not hasattr(builtins, name) for name in statement.names.uses - here)
 
 
 def above_names(statements: Iterable[Statement]) -> set[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from workbench.errors import BadInput
@@ -182,10 +182,14 @@ class Hardware:
         try:
             if not gpus:
                 torch.set_num_threads(max(1, threads // count))
-            rates = {str(dtype).removeprefix("torch."): share * _matrix_rate(device, dtype)
-                     for dtype in (torch.float32, torch.bfloat16)}  # fmt: skip
-            copied = share * _copy_rate(device)
-            start_s = LAYER_OPERATIONS * _start_s(device) / share
+            n, rates = 8192 if gpus else 1024, {}
+            for dtype in (torch.float32, torch.bfloat16):
+                a = torch.ones(n, n, dtype=dtype, device=device)
+                rates[str(dtype).removeprefix("torch.")] = share * 2 * n**3 / _timed(partial(torch.mm, a, a), device)
+            source = torch.ones(2**28 if gpus else 2**24, device=device)
+            copied = share * source.nbytes / _timed(partial(torch.empty_like(source).copy_, source), device)
+            small = torch.ones(8, 8, device=device)  # an operation of no size
+            start_s = LAYER_OPERATIONS * _timed(lambda: [small @ small for _ in range(100)], device) / 100 / share
         finally:
             torch.set_num_threads(threads)
         # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here
@@ -207,31 +211,6 @@ def _timed(call: Callable[[], Any], device: Any) -> float:
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start_s)
     return min(found)
-
-
-def _matrix_rate(device: Any, dtype: Any) -> float:
-    import torch
-
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    return float(2 * n**3 / _timed(lambda: a @ a, device))
-
-
-def _start_s(device: Any) -> float:
-    """Seconds of an operation of no size."""
-    import torch
-
-    a = torch.ones(8, 8, device=device)
-    return _timed(lambda: [a @ a for _ in range(100)], device) / 100
-
-
-def _copy_rate(device: Any) -> float:
-    """Bytes a second that are read, and as many written."""
-    import torch
-
-    a = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
-    b = torch.empty_like(a)
-    return float(a.nbytes / _timed(lambda: b.copy_(a), device))
 
 
 # Peaks, memory: NVIDIA's data sheets (dense rates, SXM). Products, all-reduces: fitted to the kernels that Vidur's

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.errors import BadInput
@@ -15,9 +17,6 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import STAGES, Workload
 from workbench.placement.placement import Placement
 from workbench.settings.layout import Layout
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SURE = 0.95  # the chance from which on no trial is asked for
 
@@ -178,8 +177,6 @@ class Plan:
     def memory(self) -> pd.DataFrame:
         """One row a role: its set and devices, whether it recomputes activations, and bytes of each device by use. What
         is passing is held while the role computes; the cache takes what models leave."""
-        import pandas as pd
-
         rows = [
             {"role": role.role, "set": one.names[0], "devices": one.devices, "recomputed": role.again,
              "lasting_bytes": role.lasting_bytes, "passing_bytes": role.passing_bytes,
@@ -308,8 +305,6 @@ class Plans:
 
     def frame(self) -> pd.DataFrame:
         """One row a plan: seconds by stage, tokens a second, idle share, bytes of the fullest device, and why."""
-        import pandas as pd
-
         return pd.DataFrame([plan.row() for plan in self.plans])
 
     def to_dict(self) -> dict[str, Any]:
@@ -335,7 +330,8 @@ class Plans:
     def _caption(self) -> str:
         how = "exact" if self.exact else f"allocations in multiples of {self.granularity} devices"
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
-        return f"{where}: {_counted(self.placements_considered)}, {how}, searched in {seconds_text(self.search_s)}"
+        count = f"{self.placements_considered} placement{'s' * (self.placements_considered != 1)}"
+        return f"{where}: {count}, {how}, searched in {seconds_text(self.search_s)}"
 
     def __repr__(self) -> str:
         lines = [
@@ -355,7 +351,3 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     found = sorted(plans, key=lambda plan: plan.iteration_s)
     beside: list[Plan | None] = [*found[1:2], *(found[0] for _ in found[1:])] or [None]
     return [replace(plan, why=plan.reason(other)) for plan, other in zip(found, beside, strict=True)]
-
-
-def _counted(placements: int) -> str:
-    return f"{placements} placement{'s' if placements != 1 else ''}"

@@ -160,12 +160,9 @@ def search(
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
     whole("devices", devices, 1)
-    if granularity is not None:
-        whole("granularity", granularity, 1)
-    if top is not None:
-        whole("top", top, 1)
-    if t_g is not None:
-        whole("t_g", t_g, 1)
+    for name, number in {"granularity": granularity, "top": top, "t_g": t_g}.items():
+        if number is not None:
+            whole(name, number, 1)
     one_of("placement", placement, ("auto", "colocate", "split", "standalone"))
     one_of("strategy", strategy, ("hybridflow", "v", "full"))
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)

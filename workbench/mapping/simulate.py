@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import accumulate
+
+import pandas as pd
 
 from workbench.display.html import seconds_text
+from workbench.display.timeline import Timeline, timeline
 from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
 from workbench.mapping.workload import STAGES
 from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from workbench.display.timeline import Timeline
 
 KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "transfer": "transfer"}
 MOST_LANES = 8  # of one set: its devices all do the same
@@ -37,8 +35,6 @@ class Simulation:
 
     def frame(self) -> pd.DataFrame:
         """The spans, one a row, with the columns of `lab.spans()`."""
-        import pandas as pd
-
         rows = [span.row() for span in self.spans]
         frame = pd.DataFrame(rows)
         frame.insert(0, "duration_s", frame["end_s"] - frame["start_s"])
@@ -46,8 +42,6 @@ class Simulation:
 
     def timeline(self) -> Timeline:
         """The same picture as `lab.timeline()`."""
-        from workbench.display.timeline import timeline
-
         return timeline([span.row() for span in self.spans])
 
     def __repr__(self) -> str:
@@ -76,7 +70,7 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
     # what a role needs before a call comes right before its first call of that stage
     places.sort(key=lambda place: (_position(place[3], place[2], order), place[0]))
     inputs = {call.name: call.inputs for call in plan.workload.calls}
-    first = _first_devices(plan)
+    first = list(accumulate((one.devices for one in plan.sets), initial=0))  # device of each set
     moved = {(n, stage): one.transfers[stage].seconds for n, one in enumerate(plan.sets) for stage in STAGES}
     for run, (n, one, role, call) in enumerate(places, 1):
         lanes = partial(_spans, plan.pools[n], min(one.devices, MOST_LANES), first[n], role.role, call.name, run)
@@ -103,14 +97,6 @@ def _position(call: CallPlan, role: RolePlan, order: list[str]) -> tuple[int, in
         return STAGES.index(call.stage), order.index(call.name), 1
     own = [order.index(c.name) for c in role.calls if c.name in order and c.stage == call.stage]
     return STAGES.index(call.stage), min(own, default=0), 0
-
-
-def _first_devices(plan: Plan) -> list[int]:
-    found, number = [], 0
-    for one in plan.sets:
-        found.append(number)
-        number += one.devices
-    return found
 
 
 def _spans(

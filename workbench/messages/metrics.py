@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workbench.display.html import table
 from workbench.errors import StageError
 from workbench.errors.plain_text import shown
 from workbench.support.intervals import clustered_half_width
@@ -126,6 +127,4 @@ class MetricValues(dict[str, float]):
     """Metrics by name, shown as a table."""
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
         return table([{"metric": name, "value": f"{value:.6g}"} for name, value in self.items()], max_rows=60)

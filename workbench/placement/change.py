@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from workbench.display.html import bytes_text, seconds_text, table
@@ -141,20 +142,15 @@ class PlacementChange(Moves):
             afterwards = self.after.certain(*devices)
             for when, needs in (("while things move", moving), ("afterwards", afterwards)):
                 if needs > self.has_bytes:
-                    has = f"{bytes_text(self.has_bytes)}{self._of_all}"
+                    has = bytes_text(self.has_bytes)
+                    if self.capacity_bytes is not None and self.has_bytes < self.capacity_bytes:
+                        has += f" left of {bytes_text(self.capacity_bytes)}"
                     return (
                         f"needs {bytes_text(needs)} on {where} {when} "
                         f"({largest(self.after, devices, certain=True)}), which has {has}: "
                         f"{bytes_text(needs - self.has_bytes)} too little"
                     )
         return ""
-
-    @property
-    def _of_all(self) -> str:
-        """Of how much memory `has_bytes` is a part, in words."""
-        if self.capacity_bytes is None or self.has_bytes is None or self.has_bytes >= self.capacity_bytes:
-            return ""
-        return f" left of {bytes_text(self.capacity_bytes)}"
 
     @property
     def fits(self) -> bool | None:
@@ -244,8 +240,6 @@ class PlacementChange(Moves):
         return f"<PlacementChange of {', '.join(moving) or 'nothing'}: {bytes_text(self.total_bytes)}>"[:79]
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         roles: Any = self.frame().to_dict("records")
         roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in roles]
         memory: Any = self.memory().set_index("device").map(bytes_text).reset_index().to_dict("records")

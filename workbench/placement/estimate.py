@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from workbench.display.devices import DeviceBox, DeviceMap, Share
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.placement.memory import (
@@ -30,8 +31,6 @@ from workbench.settings.layout import Layout
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from workbench.display.devices import DeviceMap
 
 # Of an estimated pass, what it needs in any case.
 SURE = 0.8
@@ -242,8 +241,6 @@ class MemoryEstimate:
 
     def picture(self) -> DeviceMap:
         """Devices as boxes, roles in them, bytes as bars."""
-        from workbench.display.devices import DeviceBox, DeviceMap, Share
-
         boxes = []
         for n in self.devices:
             held = self.on(n)

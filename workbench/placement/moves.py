@@ -159,11 +159,9 @@ class Moves:
     def _side(self, role: str, placement: Placement, *, after: bool) -> tuple[Layout, tuple[int, ...]]:
         model, layout = (self.models_after if after else self.models)[role], placement.layout_of(role)
         standing = layout if model is None else model.standing(layout)
-        return standing, self._ranks(placement.pool_of(role).name, after=after)
-
-    def _ranks(self, pool: str, *, after: bool) -> tuple[int, ...]:
-        gone = "ends" if after else "new"
-        return tuple(n for n, place in enumerate(self.places) if place.pool == pool and not getattr(place, gone))
+        pool = placement.pool_of(role).name
+        places = ((n, place) for n, place in enumerate(self.places) if place.pool == pool)
+        return standing, tuple(n for n, place in places if not (place.ends if after else place.new))
 
     @cached_property
     def roles(self) -> tuple[RoleChange, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.settings.layout import Layout
@@ -289,8 +290,6 @@ class Placement:
         return f"Placement.of({pools!r}{layouts})"
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
         return table(self.rows(), caption=f"Placement on {self.devices} device{'s' if self.devices > 1 else ''}")
 
     def __str__(self) -> str:

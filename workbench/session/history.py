@@ -7,7 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from workbench.backends.hosts import Hosts
+from workbench.display.idle import Callers
+from workbench.display.timeline import Timeline, timeline
+from workbench.display.traffic import Traffic, traffic
 from workbench.errors import NotFound
 from workbench.placement import ROLLOUT
 from workbench.settings.engines import SYNC_STRATEGIES
@@ -21,10 +26,6 @@ from workbench.telemetry.spans import TransferKind
 from workbench.telemetry.store import TelemetryStore
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from workbench.display.timeline import Timeline
-    from workbench.display.traffic import Traffic
     from workbench.resharding.strategies import Transition, ZeroSync
 
 
@@ -67,8 +68,6 @@ class History:
         kind: as in `transfers`. stage: only what moved for stages of this name. Of "weights" it also says what their
         syncs would move at the least: what each rank lacks.
         """
-        from workbench.display.traffic import traffic
-
         moved = self._telemetry.transfer_sums.frame(kind)
         if stage is not None:
             known = sorted(set(moved["stage"]))
@@ -113,8 +112,6 @@ class History:
         return made[what]
 
     def _make_sync_plans(self) -> pd.DataFrame:
-        import pandas as pd
-
         rows = []
         generation = self._groups.by_role["actor"].spec.generation if "actor" in self._groups.by_role else None
         in_use = generation.strategy if generation is not None else None
@@ -175,8 +172,6 @@ class History:
         """Settings that were assigned while the workbench lived, one a row, in order: `time` (of this machine's
         clock), `iteration` (the one under way, or the last one), `cell` (`In [cell]`, or "panel"; None outside a
         notebook), `setting`, and its value `before` and `after`: of a clip that is None, the one of its loss."""
-        import pandas as pd
-
         events = self._telemetry.events()
         found = events[events["event"] == EVENT]
         names = ["iteration", "cell", "setting", "before", "after"]
@@ -214,8 +209,6 @@ class History:
         fold: draw long stretches in which nothing was called as narrow breaks. `.summary` has the times of each device,
         `.sums(from_s, to_s)` those of each stage between two times.
         """
-        from workbench.display.idle import Callers
-        from workbench.display.timeline import timeline
 
         spans, events = self._telemetry.spans(), self._telemetry.events()
         start = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from workbench.algorithms.loop import Algorithm
 from workbench.backends.hosts import Hosts
@@ -23,9 +24,6 @@ from workbench.session.topology import Topology
 from workbench.stages.ledger import Ownership
 from workbench.support.validation import PositiveInt
 from workbench.telemetry.store import TelemetryStore
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
 START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
@@ -63,8 +61,6 @@ class Prediction:
     def frame(self) -> pd.DataFrame:
         """One row a call, and one for the iteration: pool, role, predicted_s, measured_s (NaN where it was not), error:
         predicted by measured, less 1."""
-        import pandas as pd
-
         rows = [
             {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
             for (call, pool, role), terms in _terms_by_call(self.plan).items()

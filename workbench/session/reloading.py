@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.backends.starting import Step, settle
 from workbench.config.requirements import check
@@ -36,9 +38,6 @@ from workbench.support.named_fields import meant
 from workbench.support.sources import SourceFile, Stamp, loaded, stamp_of
 from workbench.workers.patching import Patch, Patched, check_syntax
 from workbench.workers.roles import ROLE_WORKERS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EDITS_S = 5.0  # how long hosts are waited for that are to say which edited files they have loaded
 # How long an error, or an interrupt, waits for hosts to go back to the old code.
@@ -68,8 +67,6 @@ class ReloadReport:
     @property
     def df(self) -> pd.DataFrame:
         """One row a process, by its name."""
-        import pandas as pd
-
         columns = ["process", "pool", "rank", "modules", "changed", "roles", "not_run", "error"]
         return pd.DataFrame(self._rows, columns=columns).set_index("process").astype({"rank": "Int64"})
 

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from workbench.backends.base import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
+from workbench.display.devices import DeviceMap, device_map
 from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
@@ -25,11 +28,6 @@ from workbench.support.validation import PositiveFloat
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
 from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from workbench.display.devices import DeviceMap
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
@@ -58,8 +56,6 @@ class Topology:
         device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and bytes by use,
         asked of the live processes. `lab.memory()` draws it.
         """
-        import pandas as pd
-
         rows = []
         for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
@@ -122,8 +118,6 @@ class Topology:
     def memory(self) -> DeviceMap:
         """A picture of what is on which device now: a box a device, a bar a role, asked of the live processes. A host
         that does not answer has an empty box, which says why."""
-        from workbench.display.devices import device_map
-
         return device_map(self._memory_now(ANSWER_S), f"memory of {self._hosts.description.name}")
 
     def read_memory(self, timeout_s: PositiveFloat = ANSWER_S) -> list[MemoryReading]:

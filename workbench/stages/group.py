@@ -12,6 +12,7 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
 from workbench.batches.location import Chunks, minibatch_rows
 from workbench.batches.store import Weights
+from workbench.display.html import table
 from workbench.errors import BadInput, NotFound
 from workbench.errors.plain_text import shown
 from workbench.messages.operation import Operation, checked_arguments, operations
@@ -274,8 +275,6 @@ class WorkerGroup:
         return f"{self.spec}, the {self.worker_role} without its adapter" if shared else str(self.spec)
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import table
-
         rows = [
             {
                 "operation": name,

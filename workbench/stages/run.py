@@ -17,6 +17,8 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
+
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
 from workbench.errors import StageError, StageInterrupted, UpstreamError
@@ -29,8 +31,6 @@ from workbench.stages.ranks import RankWatch
 from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.batches.batch import Batch
     from workbench.batches.handle import BatchHandle
     from workbench.batches.location import Column
@@ -420,8 +420,6 @@ class RunLog:
         """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended: see
         `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that has not begun, or never
         did."""
-        import pandas as pd
-
         columns = [*RunRecord.__dataclass_fields__]
         rows: list[dict[str, Any]] = [asdict(record) for record in self.records()]
         frame = pd.DataFrame(rows, columns=columns)

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -29,12 +29,11 @@ from workbench.support import files
 from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.sinks import Sinks
-from workbench.telemetry.spans import Span, Transfer, union_s
+from workbench.telemetry.spans import Span, Transfer, trace_events, union_s
 from workbench.telemetry.syncs import Sync, judged
 
 if TYPE_CHECKING:
     import pandas
-    import pandas as pd
 
 
 SUM_COLUMNS = {
@@ -74,14 +73,12 @@ class TransferSums:
                 if len(self._moves) > MOVES:
                     self._moves.pop(min(self._moves))
 
-    def frame(self, kind: str | None = None) -> pd.DataFrame:
+    def frame(self, kind: str | None = None) -> pandas.DataFrame:
         """One row for each kind, stage, pair of ends and columns that moved: `SUM_COLUMNS`. kind: only these."""
-        import pandas as pd
-
         with self._lock:
             self._read()
             rows = [(*key, *sums) for key, sums in self._sums.items() if kind in (None, key[0])]
-        return pd.DataFrame(rows, columns=list(SUM_COLUMNS)).astype(SUM_COLUMNS)
+        return _frame(rows, SUM_COLUMNS)
 
     def runs(self, kind: str) -> dict[str, frozenset[int]]:
         """The stage calls for which something of a kind moved, by stage."""
@@ -222,26 +219,23 @@ class TelemetryStore:
         `melt` makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its
         metrics only.
         """
-        import pandas
 
         def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
             rows = [row for row in rows if stage in (None, row["stage"])]
             names = list(dict.fromkeys(name for row in rows for name in row["values"]))
             # float() also reads the names that _strict gave to NaN and the infinities
             wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
-            found = pandas.DataFrame(wide, columns=[*METRIC_COLUMNS, *names])
-            return found.astype({**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
+            return _frame(wide, {**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
 
         return _taken(self._read("metrics"), frame)
 
     def events(self) -> pandas.DataFrame:
         """One row an event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
-        import pandas
 
         def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
             for row in rows:
                 dict(**row["details"])
-            return pandas.DataFrame(rows, columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+            return _frame(rows, EVENT_COLUMNS)
 
         return _taken(self._read("events"), frame)
 
@@ -260,7 +254,6 @@ class TelemetryStore:
 
     def memory(self) -> pandas.DataFrame:
         """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
-        import pandas
 
         def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
             shares = [
@@ -269,7 +262,7 @@ class TelemetryStore:
                 if not row["error"]
                 for (owner, use), n in MemoryReading(**row).shares().items()
             ]
-            return pandas.DataFrame(shares, columns=list(MEMORY_COLUMNS)).astype(MEMORY_COLUMNS)
+            return _frame(shares, MEMORY_COLUMNS)
 
         return _taken(self._read("memory"), frame)
 
@@ -280,8 +273,6 @@ class TelemetryStore:
     def chrome_trace(self, path: str | Path) -> Path:
         """Write everything that happened, spans and transfers, as a Chrome trace, which Perfetto and chrome://tracing
         open; returns the path."""
-        from workbench.telemetry.spans import trace_events
-
         spans: list[Any] = self.spans().to_dict("records")
         transfers: list[Any] = self.transfers().to_dict("records")
         target = files.path_of(path, "path")
@@ -402,14 +393,18 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:
+def _frame(rows: Sequence[Any], columns: Mapping[str, str]) -> pandas.DataFrame:
+    """columns: their types, by name."""
     import pandas
 
+    return pandas.DataFrame(rows, columns=list(columns)).astype(dict(columns))
+
+
+def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:
     def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
         for row in rows:
             row["duration_s"] = row["end_s"] - row["start_s"]
-        found = pandas.DataFrame(rows, columns=list(columns)).astype(columns)
-        return found.sort_values("start_s", kind="stable", ignore_index=True)
+        return _frame(rows, columns).sort_values("start_s", kind="stable", ignore_index=True)
 
     return _taken(rows, frame)
 

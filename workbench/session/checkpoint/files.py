@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from workbench.display.html import bytes_text, table
 from workbench.errors import BadInput, MissingDependency, NotFound
 from workbench.errors.plain_text import shown
 from workbench.settings.roles import ROLES
@@ -268,8 +269,6 @@ class Checkpoint:
 
     def described(self) -> str:
         """For one who decides whether to trust it: what it is, who owns it, by whom it is signed."""
-        from workbench.display.html import bytes_text
-
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
         by_user = "signed" if is_signed(self.values) else "not signed"
         return (
@@ -282,8 +281,6 @@ class Checkpoint:
         return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
 
     def _repr_html_(self) -> str:
-        from workbench.display.html import bytes_text, table
-
         rows = [{"role": role, **{k: v for k, v in said.items() if k != "parts"}}
                 for role, said in self.values["roles"].items()]  # fmt: skip
         caption = f"{self.folder}: after {self.iteration} iterations, {bytes_text(self.nbytes)}"
