@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class Collectives(TensorGroup, Protocol):
-    """What an engine needs over a group of ranks; the hosts' `Communicator` has it. moved_bytes: sent so far."""
+    """The collectives that an engine needs over data-parallel ranks; the hosts' `Communicator` has them."""
 
     rank: int
     world_size: int
+
+
+class ModelCollectives(Collectives, Protocol):
+    """Also what ranks need to compute one model together. moved_bytes: sent so far."""
+
     moved_bytes: int
 
     @property
@@ -45,9 +50,9 @@ class ParallelGroups:
     """
 
     layout: Layout
-    data: Collectives
-    tensor: Collectives
-    pipeline: Collectives
+    data: ModelCollectives
+    tensor: ModelCollectives
+    pipeline: ModelCollectives
 
     @property
     def model_parallel(self) -> bool:
