@@ -89,7 +89,7 @@ class Run:
         self._cleaned = False
         self._over = threading.Event()
         self._abandoned = ""  # why its result is not wanted any more
-        self._stopping: interrupted.StopCoordinator | None = None
+        self._stopping = False  # whether its ranks were asked to leave it
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
 
     # --- for those who wait -------------------------------------------------------------------------------------------
@@ -212,8 +212,10 @@ class Run:
 
     def _leave(self) -> None:
         """Ask its ranks to leave it."""
-        if self._stopping is None and self.calls:
-            self._stopping = interrupted.StopCoordinator(self.runner.hosts.backend, self.group.hosts, self.number)
+        if not self._stopping and self.calls:
+            self._stopping = True
+            for host in self.group.hosts:
+                self.runner.hosts.backend.ask(host, "stop", self.number)
             self.ranks.note_progress()
 
     def __repr__(self) -> str:

@@ -259,9 +259,7 @@ class StageRun(Run):
         if not self.ranks.look():
             self._end()
             return
-        if self._stopping is not None:
-            self._stopping.poll(self.ranks.working)
-        ending = bool(self.ranks.failed) or self._stopping is not None
+        ending = bool(self.ranks.failed) or self._stopping
         if self.ranks.quiet_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
             self.stuck = True
             self._end()
