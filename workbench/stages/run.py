@@ -143,9 +143,8 @@ class Run:
         `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
         raises `StageInterrupted`, which says what was done; a second one stops the waiting too.
         """
-        result = self.wait()
-        self.received()
-        return result
+        with self.progress() as bar, interruptible(self) as presses:
+            return receive(self, bar, presses)
 
     @checked_call("run.wait")
     def wait(self) -> Any:
@@ -288,6 +287,15 @@ def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
     if presses.count:
         raise interrupted.of(run)
     return _outcome(run)
+
+
+def receive(run: Run, bar: Progress, presses: Presses) -> Any:
+    """As `wait_for`, for the caller that gets the result."""
+    result = wait_for(run, bar, presses)
+    run.received()
+    if presses.count:  # after the run had ended: the caller does not get it
+        raise interrupted.of(run)
+    return result
 
 
 async def _wait_async(run: Run) -> Any:
