@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.errors import BadInput, RewardError, StageError, UnknownColumn
+from workbench.errors import BadInput, RewardError, StageError, StageInterrupted, UnknownColumn
 from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
+from workbench.stages.run import Run
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
 
@@ -91,6 +93,26 @@ def test_an_update_that_skips_all_rows_reports_numbers_only(lab: wb.Workbench) -
     assert metrics["skipped_rows/fraction"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
     assert "ratio/mean" not in metrics
+
+
+def test_an_update_is_not_made_again_where_an_interrupt_kept_its_metrics(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lab.actor.generate_sequences(lab.prompts.next(2), samples=2, max_new_tokens=6)
+    ready = lab.actor.compute_log_prob(lab.reward.compute_reward(made))
+    ready, received = lab.compute_advantages(ready, estimator="grpo"), lab.runner.interrupted.received
+
+    def interrupted(run: Run) -> None:
+        signal.raise_signal(signal.SIGINT)  # the ranks have ended it, the caller does not have its metrics
+        received(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.runner.interrupted, "received", interrupted)
+        with pytest.raises(StageInterrupted, match="the update is done"):
+            lab.actor.update_actor(ready)
+    weights = lab.actor.weights_checksum()
+    assert "optimizer_steps" in lab.actor.update_actor(ready)
+    assert lab.actor.weights_checksum() == weights
 
 
 def test_what_is_held_out_is_reported_under_the_iteration_in_which_it_is_measured(lab: wb.Workbench) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from workbench.backends.base import Pending
-from workbench.backends.inline import Finished
-from workbench.stages.interrupted import StopCoordinator
+from workbench.workers import stopping as module
 from workbench.workers.stopping import StageStopped, Stopping
 
 
+def in_step(count: int) -> list[Stopping]:
+    """The ranks of a pool, each with its connection to the pool's store."""
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Stopping(rank, count) for rank in range(count)]
+    for rank in ranks:
+        rank.store = first if rank is ranks[0] else dist.TCPStore("127.0.0.1", first.port)
+    return ranks
+
+
 class Ranks:
-    """Threads that meet between points, as ranks do in a collective; `StopCoordinator` asks them as a backend would."""
+    """Threads that meet between points, as ranks do in a collective. left: the point at which each stopped."""
 
     def __init__(self, count: int, points: int, dice: random.Random) -> None:
-        self.stopping = [Stopping(count) for _ in range(count)]
+        self.stopping = in_step(count)
         self.left: dict[int, int | None] = {}
         self._barrier = threading.Barrier(count, timeout=10)
         self._points = points
@@ -43,10 +50,6 @@ class Ranks:
         self.left[rank] = None
         stopping.end()
 
-    def ask(self, host: str, method: str, *args: Any) -> Pending:
-        ask: Callable[..., Any] = getattr(self.stopping[int(host)], method)
-        return Finished(lambda: ask(*args))
-
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_stop_at_the_same_point(seed: int) -> None:
@@ -54,18 +57,30 @@ def test_all_stop_at_the_same_point(seed: int) -> None:
     count = dice.choice([2, 3, 5])
     ranks = Ranks(count, 40, dice)
     time.sleep(dice.uniform(0, 0.06))
-    leaving = StopCoordinator(ranks, [str(rank) for rank in range(count)], 7)  # type: ignore[arg-type]
-    began = time.monotonic()
-    while any(thread.is_alive() for thread in ranks.threads):
-        leaving.poll([rank for rank, thread in enumerate(ranks.threads) if thread.is_alive()])
-        time.sleep(0.001)
-        assert time.monotonic() - began < 60  # nobody waits for who cannot come
+    for rank in dice.sample(ranks.stopping, count):  # they hear of it one after another
+        time.sleep(dice.uniform(0, 0.005))
+        rank.stop(7)
+    for thread in ranks.threads:
+        thread.join(60)  # nobody waits for who cannot come
+    assert len(ranks.left) == count
     assert len(set(ranks.left.values())) == 1, ranks.left
 
 
+def test_where_the_controller_asked_only_some_all_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", timedelta(seconds=0.05))
+    first, second = in_step(2)
+    for rank in (first, second):
+        rank.begin(7)
+    first.stop(7)
+    first.point()  # waits, and goes on
+    second.stop(7)
+    second.point()
+    first.point()
+
+
 def test_a_run_that_has_not_begun_is_left_at_its_first_point() -> None:
-    stopping = Stopping(1)
-    stopping.stop_alone(3)
+    stopping = Stopping()
+    stopping.stop(3)
     stopping.begin(2)
     stopping.point()
     stopping.begin(3)
@@ -76,9 +91,9 @@ def test_a_run_that_has_not_begun_is_left_at_its_first_point() -> None:
 
 
 def test_an_update_is_left_between_optimizer_steps_only() -> None:
-    stopping = Stopping(1)
+    stopping = Stopping()
     stopping.begin(3, updates=True)
-    stopping.stop_alone(3)
+    stopping.stop(3)
     stopping.point()
     with pytest.raises(StageStopped, match="after optimizer step 2 of 8") as left:
         stopping.point(2, 8)

@@ -90,7 +90,7 @@ class Run:
         self._cleaned = False
         self._over = threading.Event()
         self._abandoned = ""  # why its result is not wanted any more
-        self._stopping: interrupted.StopCoordinator | None = None
+        self._stopping = False  # whether its ranks were asked to leave it
         self._clock_s = 0.0  # monotonic, from when `timeout_s` counts
 
     # --- for those who wait -------------------------------------------------------------------------------------------
@@ -144,9 +144,8 @@ class Run:
         `UpstreamError` when an input failed. An interrupt stops the run where nothing is half done, waits for that, and
         raises `StageInterrupted`, which says what was done; a second one stops the waiting too.
         """
-        result = self.wait()
-        self.received()
-        return result
+        with self.progress() as bar, interruptible(self) as presses:
+            return receive(self, bar, presses)
 
     @checked_call("run.wait")
     def wait(self) -> Any:
@@ -213,8 +212,10 @@ class Run:
 
     def _leave(self) -> None:
         """Ask its ranks to leave it."""
-        if self._stopping is None and self.calls:
-            self._stopping = interrupted.StopCoordinator(self.runner.hosts.backend, self.group.hosts, self.number)
+        if not self._stopping and self.calls:
+            self._stopping = True
+            for host in self.group.hosts:
+                self.runner.hosts.backend.ask(host, "stop", self.number)
             self.ranks.note_progress()
 
     def __repr__(self) -> str:
@@ -287,6 +288,15 @@ def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:
     if presses.count:
         raise interrupted.of(run)
     return _outcome(run)
+
+
+def receive(run: Run, bar: Progress, presses: Presses) -> Any:
+    """As `wait_for`, for the caller that gets the result."""
+    result = wait_for(run, bar, presses)
+    run.received()
+    if presses.count:  # after the run had ended: the caller does not get it
+        raise interrupted.of(run)
+    return result
 
 
 async def _wait_async(run: Run) -> Any:

@@ -115,7 +115,9 @@ class StageRunner(StageNames):
         except WorkbenchError:
             self.counters.note_refused()
             raise
-        before, updates = first(), self._open_updates(group)
+        before, called = first(), self.scheduler.called()
+        # stages of a role come after its earlier updates, and are not run when one of them failed
+        updates = [one for one in called if one.updates and one.group is group and not (one.done and one.given_up)]
         run.enqueue([*before, *updates])
         self._log(run)
         if run.input is not None and not run.input.pending:
@@ -124,12 +126,6 @@ class StageRunner(StageNames):
             elif self._reusing and run.batch is not None and not updates and not run.draws_anew:
                 self._answer_from_store(run)
         return run
-
-    def _open_updates(self, group: WorkerGroup) -> list[Run]:
-        """The updates of a role that were called before: its stages come after them, and are not run when one of them
-        failed."""
-        called = self.scheduler.called()
-        return [run for run in called if run.updates and run.group is group and not (run.done and run.given_up)]
 
     def _log(self, run: StageRun) -> None:
         cell, now = running_cell(), self.counters.iteration

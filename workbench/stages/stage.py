@@ -35,7 +35,7 @@ from workbench.placement import ROLLOUT
 from workbench.settings.training import Training
 from workbench.stages import interrupted
 from workbench.stages.ranks import input_failed, one_error, too_many_failed
-from workbench.stages.run import Run, interruptible, wait_for
+from workbench.stages.run import Run, interruptible, receive, wait_for
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ class StageRun(Run):
             self.ranks.counts.report = bar.update
             with contextlib.suppress(KeyboardInterrupt):  # the run says what was interrupted
                 self.runner.scheduler.submit(self)
-            result = wait_for(self, bar, presses)
-        self.received()
-        return result
+            return receive(self, bar, presses)
 
     def submit(self) -> None:
         """Submit it, in the background; on the inline backend it runs now."""
@@ -259,9 +257,7 @@ class StageRun(Run):
         if not self.ranks.look():
             self._end()
             return
-        if self._stopping is not None:
-            self._stopping.poll(self.ranks.working)
-        ending = bool(self.ranks.failed) or self._stopping is not None
+        ending = bool(self.ranks.failed) or self._stopping
         if self.ranks.quiet_s(self.runner.hosts.backend, ending=ending) > GRACE_S:
             self.stuck = True
             self._end()

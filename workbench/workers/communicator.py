@@ -221,8 +221,9 @@ def open_store(*, several: bool) -> tuple[dist.Store, str, int]:
     return store, address, port
 
 
-def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None) -> None:
+def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None) -> dist.Store | None:
     """Join a pool's process group, the default group of this process; NCCL on GPUs, gloo on CPUs. store: of rank 0.
+    Returns the store of this rank.
 
     A default group of the same size that exists, of another inline workbench or of the user's, is used as it is.
     """
@@ -242,6 +243,7 @@ def join_pool(info: HostInfo, address: str, port: int, store: dist.Store | None)
             "torch has one default group a process",
             "open the workbench in a process of its own, or with backend='ray'",
         )
+    return store
 
 
 def parallel_groups(layout: Layout, communicator: Communicator, recorder: Recorder, device: str) -> ParallelGroups:

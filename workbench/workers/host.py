@@ -42,7 +42,7 @@ from workbench.workers.role_state import (
     write_role,
 )
 from workbench.workers.shards import Peers, Shards
-from workbench.workers.stopping import StageStopped, Stopping, StopPoint
+from workbench.workers.stopping import StageStopped, Stopping
 from workbench.workers.weight_exchange import Contents, Slice, WeightExchange, probe
 from workbench.workers.worker import Context, SharedDevice, Worker
 
@@ -72,7 +72,7 @@ class Host(Shards):
         self._snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         self._progress: tuple[int, int, int] = (0, 0, 0)
         self._busy: str = ""
-        self._stopping = Stopping(info.world_size)
+        self._stopping = Stopping(info.rank, info.world_size)
         self._last: tuple[int, Reply] | None = None
         # set where nobody can ask for the status while a stage runs
         self.on_progress: Callable[[int, int, int], None] | None = None
@@ -113,7 +113,7 @@ class Host(Shards):
     def join(self, address: str, port: int) -> None:
         """Every rank: join the pool's process group, see `join_pool`."""
         with self._labels(), self.recorder.span("join", note="joining the pool's process group"):
-            join_pool(self.info, address, port, self._store)
+            self._stopping.store = join_pool(self.info, address, port, self._store)
         self._start_s = time.time() - self._began_s
 
     # --- roles --------------------------------------------------------------------------------------------------------
@@ -374,20 +374,11 @@ class Host(Shards):
         """Keep the last patch, or undo it."""
         (self._patch.keep if keep else self._patch.undo)()
 
-    # --- stopping a stage ---------------------------------------------------------------------------------------------
+    # --- while a stage computes ---------------------------------------------------------------------------------------
 
-    def stop_point(self, run: int, round: int) -> StopPoint:
-        return self._stopping.stop_point(run, round)
-
-    def stop_alone(self, run: int) -> None:
-        """Stop a run at its next stopping point: for the only rank of a pool."""
-        self._stopping.stop_alone(run)
-
-    def stop_at(self, run: int, round: int, point: int) -> None:
-        """Stop a run at this stopping point, or the first one behind it."""
-        self._stopping.stop_at(run, round, point)
-
-    # --- status -------------------------------------------------------------------------------------------------------
+    def stop(self, run: int) -> None:
+        """Stop a run where all ranks in step can, see `workbench.workers.stopping`."""
+        self._stopping.stop(run)
 
     def status(self) -> tuple[str, int, int, int]:
         """(what is running, done, total, tokens); answered while a stage computes."""

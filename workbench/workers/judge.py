@@ -103,7 +103,9 @@ class JudgedRows:
         draws = 0 if greedy else asking.retries
         retries = asking.retries if greedy and not isinstance(function, Judgement) else 0
         for draw in range(draws + 1):
-            self._draw(again, draw)
+            if new := [i for i in again if (draw, i) not in self._drawn]:
+                written, missing = self._engine.judgements({i: self._rows[i] for i in new}, draw)
+                self._drawn |= {(draw, i): (written.get(i), missing.get(i, "")) for i in new}
             texts = {i: text for i in again if (text := self._drawn[draw, i][0]) is not None}
             for i, text in texts.items():
                 self._rows[i][JUDGEMENT] = text
@@ -117,8 +119,3 @@ class JudgedRows:
         for row in self._rows.values():  # functions that do not ask for it get none
             row.pop(JUDGEMENT, None)
         return scores, errors
-
-    def _draw(self, rows: Sequence[int], draw: int) -> None:
-        if new := [i for i in rows if (draw, i) not in self._drawn]:
-            written, missing = self._engine.judgements({i: self._rows[i] for i in new}, draw)
-            self._drawn |= {(draw, i): (written.get(i), missing.get(i, "")) for i in new}

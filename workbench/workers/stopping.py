@@ -1,14 +1,11 @@
 """How ranks stop a stage together: all at the same point, between two complete units of work.
 
 A stage passes stopping points: between micro-batches of a pass, between tokens of a generation, between optimizer
-steps. Ranks that compute together pass the same points in the same order. To stop a stage,
-
-    controller                                   each rank
-    stop_point(run)  ───────────────────────>    will wait at its next point for further word
-                     <───────────────────────    answers at once: that point, and the ranks in step with it
-    stop_at(run, the furthest point)  ───────>   continues to that point, and stops there
-
-so no rank stops while another still needs it: all ranks do the work before that point.
+steps. Ranks that compute together pass the same points in the same order. To stop a stage, the controller calls
+`stop(run)` on each rank, once. While its stage computes, a rank names its next point in the store of its pool; at that
+point it waits until the ranks in step with it have named theirs, continues to the furthest of these points, and stops
+there. So no rank stops while another still needs it: all ranks do the work before that point. Without a stop the ranks
+exchange nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +13,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from workbench.errors.containing import Signal
 from workbench.messages.calls import UpdatePart
 from workbench.messages.metrics import Metric
 
-# A rank that waits this long without an answer, as after the controller's death, continues with its stage.
-PATIENCE_S = 20.0
+# After this time ranks continue to the end of a stage that others were not asked to stop: the controller ended before.
+PATIENCE = timedelta(seconds=30)
+THE_END = 2**62  # a point that no stage comes to
 
 
 class StageStopped(Signal):
@@ -34,26 +34,18 @@ class StageStopped(Signal):
         self.part = part
 
 
-@dataclass(frozen=True)
-class StopPoint:
-    """point: the first one at which a rank can stop. together: the ranks that pass the same points in step with it."""
-
-    point: int
-    together: tuple[int, ...]
-
-
 class Stopping:
-    """The stopping points of the stage that a host runs. ranks: of the pool; they are in step, unless `with only(...)`
-    says otherwise."""
+    """The stopping points of the stage that a host runs. rank, ranks: of the pool; they are in step, unless
+    `with only(...)` says otherwise. store: of the pool, once it is open; a single rank needs none."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.store: dist.Store | None = None
+        self._rank = rank
         self._everyone = self._together = tuple(range(ranks))
-        self._changed = threading.Condition()
-        self._run = self._passed = 0  # run 0: none
-        self._updates = False
-        self._asked_of, self._round = 0, 0
-        self._waits_at = 0
-        self._stop_at: int | None = None
+        self._lock = threading.RLock()  # an interrupt of an inline stage asks in the thread that computes
+        self._run = self._passed = 0  # of the stage under way, or the last one
+        self._under_way = self._updates = False
+        self._asked_for = self._waits_at = 0
         self.resume_from: UpdatePart | None = None
 
     # --- for the stage ------------------------------------------------------------------------------------------------
@@ -61,30 +53,24 @@ class Stopping:
     def begin(self, run: int, resume_from: UpdatePart | None = None, *, updates: bool = False) -> None:
         """A stage begins. resume_from: where an interrupted update goes on. updates: it is left between optimizer steps
         only, at points that say how many it has taken."""
-        with self._changed:
-            self._run, self._passed, self._together = run, 0, self._everyone
+        with self._lock:
+            self._run, self._passed, self._together, self._under_way = run, 0, self._everyone, True
             self.resume_from, self._updates = resume_from, updates
 
     def end(self) -> None:
-        with self._changed:
-            self._run, self.resume_from = 0, None
+        with self._lock:
+            self._passed, self._under_way, self.resume_from = THE_END, False, None
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """A point at which the stage can be stopped: all ranks that compute together call it at the same place. steps,
         of, metrics: what an update has done so far."""
-        if not self._run or (self._updates and not of):
+        if not self._under_way or (self._updates and not of):
             return
-        with self._changed:
+        with self._lock:
             self._passed += 1
-            if self._asked_of != self._run:
-                return
-            if self._passed >= self._waits_at:
-                self._changed.wait_for(lambda: self._stop_at is not None, PATIENCE_S)
-                if self._stop_at is None:  # no answer
-                    self._asked_of = 0
-                    return
-            if self._stop_at is not None and self._passed >= self._stop_at:
-                raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
+            may_stop = self._asked_for == self._run and self._passed >= self._waits_at
+        if may_stop and self._passed >= self._agreed():
+            raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
 
     @contextmanager
     def only(self, ranks: tuple[int, ...]) -> Iterator[None]:
@@ -95,28 +81,34 @@ class Stopping:
         finally:
             self._together = before
 
+    def _agreed(self) -> int:
+        """The furthest of the points that the ranks in step have named."""
+        if len(self._together) == 1:
+            return self._passed
+        assert self.store is not None
+        named = [_key(self._run, rank) for rank in self._together]
+        try:
+            self.store.wait(named, PATIENCE)
+            furthest = max(map(int, self.store.multi_get(named)))
+        except dist.DistStoreError:
+            furthest = THE_END
+        # the first answer counts for all: one rank may have waited too long, and another just not
+        agreed = int(self.store.compare_set(f"{named[0]}/agreed", "", str(furthest)))
+        if agreed >= THE_END:
+            self._asked_for = 0
+        return agreed
+
     # --- for the controller, while the stage computes -----------------------------------------------------------------
 
-    def stop_point(self, run: int, round: int) -> StopPoint:
-        """Wait at the next point of a run, and name it. round: how often the controller has asked; what belongs to an
-        earlier round is ignored."""
-        with self._changed:
-            if (self._asked_of, self._round) != (run, round):
-                passed = self._passed if self._run == run else 0
-                waiting = self._asked_of == self._run == run and self._stop_at is None and passed >= self._waits_at
-                self._asked_of, self._round, self._stop_at = run, round, None
-                self._waits_at = passed if waiting else passed + 1
-            return StopPoint(self._waits_at, self._together)
+    def stop(self, run: int) -> None:
+        """Have a run stop, which computes, is about to begin, or has just ended on this rank."""
+        with self._lock:
+            if run == self._asked_for:
+                return
+            self._asked_for, self._waits_at = run, self._passed + 1 if run == self._run else 1
+            if self.store is not None:
+                self.store.set(_key(run, self._rank), str(self._waits_at))
 
-    def stop_alone(self, run: int) -> None:
-        """Stop a run at its next point: for a rank that no other one is in step with."""
-        with self._changed:
-            self._asked_of, self._waits_at, self._stop_at = run, 0, 0
-            self._changed.notify_all()
 
-    def stop_at(self, run: int, round: int, point: int) -> None:
-        """Stop a run at this point, or the first one behind it."""
-        with self._changed:
-            if (self._asked_of, self._round) == (run, round):
-                self._stop_at = point
-                self._changed.notify_all()
+def _key(run: int, rank: int) -> str:
+    return f"stop/{run}/{rank}"

@@ -55,7 +55,7 @@ class Context:
     exchange: WeightExchange
     waits: bool = False
     room: Room | None = None
-    stopping: Stopping = field(default_factory=lambda: Stopping(1))
+    stopping: Stopping = field(default_factory=Stopping)
     calls: UserCalls = field(default_factory=UserCalls)
 
     @property

@@ -90,13 +90,10 @@ class Serving:
             while True:
                 come.append(self._server.requests.get(block=wait_s > 0, timeout=wait_s or None))
                 wait_s = 0.0
-        self._drop_gone()
-        return [new for waiting in come for new in self._taken(waiting)]
-
-    def _drop_gone(self) -> None:
-        """Drop the requests that nobody waits for, before they are asked again."""
+        # nobody waits for these: they are not asked again
         for number in [number for number, (waiting, _) in self._waiting.items() if waiting.gone]:
             self._drop(*self._waiting.pop(number))
+        return [new for waiting in come for new in self._taken(waiting)]
 
     def _drop(self, waiting: Waiting, asked: Asked) -> None:
         if self._server.knows(waiting.call):
