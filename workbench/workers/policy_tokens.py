@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.engines.training.groups import Collectives
+from workbench.engines.training.groups import ModelCollectives
 from workbench.messages.metrics import Mean, Metric, Metrics, SampleSize
 from workbench.messages.shards import Shard
 from workbench.models.logits import TokenSets
@@ -243,7 +243,7 @@ def covariance_function(loss: CovarianceLoss, clip: float | None, clip_high: flo
     return kl_cov if isinstance(loss, KLCov) else clip_cov
 
 
-def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: Collectives) -> Ragged:
+def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: ModelCollectives) -> Ragged:
     """A bool column of response tokens, from `old_log_prob` and `advantages`; every rank calls it.
 
     Every rank sees the tokens of all ranks in the same order, so that neither ranks nor micro-batches change the
