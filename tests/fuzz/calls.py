@@ -30,7 +30,7 @@ INTERNAL = {
     "Buffer": "age choose count forget_unmade load put_back state take_out",
     "ExampleStream": "check take_up",
     "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
-    "Model": "changed filled generating of",
+    "Model": "changed filled of",
     "Generation": "rows_at_once",
     "operations": "measure_gradient publish_weights take_weights",
 }
