@@ -93,7 +93,7 @@ class Stopping:
         except dist.DistStoreError:
             furthest = THE_END
         # the first answer counts for all: one rank may have waited too long, and another just not
-        agreed = int(self.store.compare_set(f"{named[0]}/agreed", "", str(furthest)))
+        agreed = int(self.store.compare_set(f"{_key(self._run, self._together)}/agreed", "", str(furthest)))
         if agreed >= THE_END:
             self._asked_for = 0
         return agreed
@@ -110,5 +110,5 @@ class Stopping:
                 self.store.set(_key(run, self._rank), str(self._waits_at))
 
 
-def _key(run: int, rank: int) -> str:
-    return f"stop/{run}/{rank}"
+def _key(run: int, who: int | tuple[int, ...]) -> str:
+    return f"stop/{run}/{who}"
