@@ -105,7 +105,7 @@ class Stepper(View):
         counts = ", ".join(
             f"{name} {mark.sign} {mark.words}" for name, mark in marks.items() if mark.words != "waiting"
         )
-        head = f"<div>iteration {self.iteration}{': ' + escape(counts) if counts else ''}</div>"
+        head = f"<div>{self._where()}{': ' + escape(counts) if counts else ''}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
         rows = [
@@ -125,9 +125,17 @@ class Stepper(View):
         if graph is None:
             return f"stepper: {self._nothing()}"
         return "\n".join(
-            [f"{graph.title}, iteration {self.iteration}"]
+            [f"{graph.title}, {self._where()}"]
             + [f"  {mark.sign} {name}: {mark.words}" for name, mark in self._marks(graph).items()]
         )
+
+    def _where(self) -> str:
+        """Which iteration the states are of."""
+        algorithm = self.algorithm
+        if algorithm is None or algorithm.iteration:
+            return f"iteration {self.iteration}"
+        last = f"; iteration {self.lab.iteration} is the last" if self.lab.iteration else ""
+        return f"{type(algorithm).__name__} has begun none here{last}"
 
     def _nothing(self) -> str:
         """Why there is no graph."""

@@ -205,11 +205,36 @@ def test_a_timeline_is_drawn_moved_and_asked_by_mouse_and_keyboard(
     panel.locator('select[data-act="show"]').select_option("several")
     notebook.wait_for("view.window == 'several'")
     assert "waiting for data" in panel.locator(".wb-tl-times").inner_text()
+    _finds(notebook, drawn, panel)
     _folds(notebook, drawn, panel)
     _selects(notebook, drawn, panel)
 
     # without a kernel the notebook has a still picture
     assert "data:image/svg+xml" in "".join(str(one) for one in notebook.outputs(2))
+
+
+def _finds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:
+    """Spans that tell what is searched for stand out, are counted, and are stepped through on all devices."""
+    bars = panel.locator('.span:not([data-level="3"])')
+    panel.get_by_role("searchbox", name="find spans").click()
+    notebook.page.keyboard.type("update_actor compute")
+    found = panel.locator(".wb-tl-match")
+    drawn.until(lambda: found.count() > 0, "spans are found")
+    assert 2 <= found.count() < bars.count()
+    assert drawn.told == f"{found.count()} of the spans that are drawn are found"
+    notebook.picture("timeline_found")
+    starts = set()
+    for _ in range(2):
+        before = drawn["marked"]
+        notebook.page.keyboard.press("Enter")
+        drawn.until(lambda before=before: drawn["marked"] != before, "Enter goes to the next one")
+        assert drawn.told.startswith("update_actor")
+        starts.add(drawn["marked"])
+    assert len(starts) == 2
+    notebook.page.keyboard.press("Control+a")
+    notebook.page.keyboard.press("Delete")
+    drawn.until(lambda: found.count() == 0, "nothing is searched for")
+    drawn.key("Escape")
 
 
 def _folds(notebook: Notebook, drawn: Drawn, panel: Any) -> None:

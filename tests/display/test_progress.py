@@ -46,6 +46,9 @@ def test_after_two_seconds_a_line_with_rate_and_time_left_and_nothing_in_the_end
         bar.update(3, 8, 1236)
         assert terminal.getvalue() == "\rupdate_actor  3/8 micro-batches  412 tokens/s  ~5 s left\x1b[K"
     assert terminal.getvalue().endswith("\r\x1b[K")
+    clock.now_s += 60.0
+    bar.note("starting hosts")  # as a backend does later, in another cell
+    assert terminal.getvalue().endswith("s left\x1b[K\r\x1b[K")
 
 
 def test_the_line_goes_away_when_the_stage_fails(clock: _Clock):

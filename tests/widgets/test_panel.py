@@ -51,6 +51,12 @@ def test_a_kernel_that_has_called_nothing_tells_of_the_iterations_before(tmp_pat
         folder = lab.save(tmp_path / "one", models=False).folder
     with wb.restore(folder, name="after", runs=tmp_path) as lab:
         shown = lab.panel("stepper").views["stepper"]
+        shown.algorithm = wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0)
+        for told in (
+            shown.picture(),
+            shown.text(),
+        ):  # and shows none of its stages as those of iteration 3, which has ended
+            assert "RLOO has begun none here; iteration 3 is the last" in told
         shown.act("choose_algorithm", {"value": "by hand"})
         assert "Iteration 3 is the last; this kernel has called no stage yet" in shown.picture()
 

@@ -5,7 +5,8 @@ import { replace } from "./forms.js";
 
 const TIMELINE_HELP =
   "drag: pan; with Shift: select a range; wheel after a click, or with Ctrl: zoom. Keys: ← → pan, + − zoom, Home all, " +
-  "n p next and previous span, ↑ ↓ device, Enter details, s select the marked span or what is in sight, Esc none";
+  "n p next and previous span, ↑ ↓ device, Enter details, s select the marked span or what is in sight, Esc none. " +
+  "Find spans by what they tell; Enter, n and p go through those found";
 const MOST_ZOOM = 50; // as in workbench_widgets/timeline.py
 const WIDTH_TO_STEP_TO = 3; // pixels: a child span that is narrower is passed over by n and p
 
@@ -28,6 +29,8 @@ export function mountTimeline(area, send) {
     control.addEventListener("click", act);
     tools.append(control);
   }
+  const wanted = make("input", { type: "search", "data-key": "find", placeholder: "find spans", "aria-label": "find spans" });
+  tools.append(wanted);
   const help = make("div", { class: "wb-tl-help" }, TIMELINE_HELP);
   const sums = make("div", { class: "wb-tl-sums", "data-scrolls": "" });
   const root = make("div", { class: "wb-tl" }, tools, help, stage, live, sums, details, times);
@@ -198,6 +201,31 @@ export function mountTimeline(area, send) {
     zoom(Math.exp(Math.max(-1, Math.min(event.deltaY / 300, 1))), at(event));
   }, { passive: false });
 
+  // --- what is searched for ---
+
+  const inTime = (a, b) => edges(a)[0] - edges(b)[0] || a.dataset.level - b.dataset.level;
+
+  // Bars that tell all the words, in time order, on any device; none where nothing is searched for.
+  function matches() {
+    const words = wanted.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const tells = (bar) => words.every((word) => facts(bar).toLowerCase().includes(word));
+    return words.length ? [...picture.querySelectorAll('.span:not([data-level="3"])')].filter(tells).sort(inTime) : [];
+  }
+
+  function outlineMatches() {
+    picture.classList.toggle("wb-tl-searched", Boolean(wanted.value.trim()));
+    for (const bar of picture.querySelectorAll(".wb-tl-match")) bar.classList.remove("wb-tl-match");
+    const found = matches();
+    for (const bar of found) bar.classList.add("wb-tl-match");
+    return found.length;
+  }
+
+  wanted.addEventListener("input", () => {
+    const found = outlineMatches();
+    live.textContent = wanted.value.trim() ? `${found} of the spans that are drawn are found` : "";
+  });
+  wanted.addEventListener("keydown", (event) => event.key === "Enter" && plot() && step(event.shiftKey ? -1 : 1));
+
   // --- keys ---
 
   // Seconds of a bar's edges.
@@ -211,7 +239,7 @@ export function mountTimeline(area, send) {
     const wide = (bar) => bar.dataset.level === "0" || bar.width.baseVal.value >= WIDTH_TO_STEP_TO;
     return [...lane.querySelectorAll(".span")]
       .filter((bar) => bar.dataset.level !== "3" && (wide(bar) || Number(bar.dataset.n) === marked))
-      .sort((a, b) => edges(a)[0] - edges(b)[0] || a.dataset.level - b.dataset.level);
+      .sort(inTime);
   }
 
   function mark(bar) {
@@ -230,8 +258,8 @@ export function mountTimeline(area, send) {
     const bar = find(marked);
     const lane = bar ? bar.parentNode : lanes()[0];
     if (!lane) return;
-    const all = stops(lane);
-    mark(bar ? all[all.indexOf(bar) + by] : all.at(by > 0 ? 0 : -1));
+    const all = wanted.value.trim() ? matches() : stops(lane);
+    mark(all.includes(bar) ? all[all.indexOf(bar) + by] : all.at(by > 0 ? 0 : -1));
   }
 
   function changeLane(by) {
@@ -281,6 +309,7 @@ export function mountTimeline(area, send) {
       look(home ? 0 : view.from, home ? length : view.to);
       fit();
       outline();
+      outlineMatches();
       if (!drag?.moved) range = data.range;
       outlineRange();
       replace(sums, data.sums);

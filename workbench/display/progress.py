@@ -136,6 +136,7 @@ class Progress:
             self._thread.join()
         if self._line is not None and self._is_shown:
             self._line.clear()
+        self._line = None  # a backend that was opened with `note` calls it when it starts hosts later, in another cell
 
     def note(self, text: str) -> None:
         """Show what is waited for, after the name of the whole."""
