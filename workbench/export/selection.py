@@ -8,15 +8,13 @@ A bare expression only shows something if it is made of names, attributes, subsc
 of the methods of `SHOWING` on what came from the workbench, of those of `OF_TABLES`, of `display` and of what is
 imported from `IPython` and `workbench.display`. Where such a
 call shows the result of a call that does something, as in `ppo.run(2).head()`, the script has that call alone. All
-other statements are in the script, except names of what only shows something that nothing in the script reads, and
-calls of `panel`, `strip` and `export` of a workbench, also assigned, with bare expressions that only use what these
-returned: they need a notebook around them.
+other statements are in the script, except calls of `panel`, `strip` and `export` of a workbench, also assigned, and
+bare expressions that only use what these returned: they need a notebook around them.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Collection, Sequence
 
 from workbench.errors import BadInput
@@ -38,11 +36,8 @@ OF_FRAMES = {
 NOTEBOOK_ONLY = {"panel", "strip", "export"}  # methods of a workbench that need a notebook around them
 OPENING = {"open", "attach", "restore"}
 DISPLAYS = ("IPython", "workbench.display")  # what is imported from these only shows something
-# Imports of these register nothing, and are left out where nothing in the script needs them.
-QUIET = (
-    *DISPLAYS, "ipywidgets", "matplotlib", "numpy", "pandas", "plotly", "seaborn", "torch", "workbench_widgets",
-    *(sys.stdlib_module_names - {"__future__"}),
-)  # fmt: skip
+# Imports of these are left out where nothing in the script needs them.
+FOR_SHOWING = (*DISPLAYS, "ipywidgets", "matplotlib", "plotly", "seaborn", "workbench_widgets")
 ANY_VALUE = (
     ast.Name | ast.Constant | ast.Attribute | ast.Subscript | ast.Slice | ast.Tuple | ast.List | ast.Dict | ast.UnaryOp
     | ast.BinOp | ast.BoolOp | ast.Compare | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
@@ -66,13 +61,6 @@ class Looking:
         }
         self._methods, self._of_frames = SHOWING - functions, OF_FRAMES - functions
         self._of_tables, self._ours = OF_TABLES - functions, _ours(statements)
-        self._plots = {
-            alias.asname or alias.name
-            for node in nodes
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-            if f"{getattr(node, 'module', '')}.{alias.name}".strip(".") == "plotly.express"
-        } - bound
         self._displays = ({"display", "clear_output"} | imported) - bound
         self._labs = {name for s in statements if _opens(s.node) for name in s.names.binds}
         self._of_notebook: set[str] = set()
@@ -96,17 +84,6 @@ class Looking:
         inner = [one for one in inner if id(one) not in tried]  # its handlers may wait for what it raises
         return _with(statement, [(one, self._working(one.value)) for one in inner]) if inner else statement
 
-    def without_unread(self, statement: Statement, read: set[str]) -> Statement | None:
-        """What of a statement is in the script, of which other statements read these names."""
-        node = statement.node
-        if statement.is_import:
-            return _without_unread(statement, read)
-        if not isinstance(node, ast.Assign) or statement.names.binds & read:
-            return statement
-        called = any(isinstance(one, ast.Call) for one in ast.walk(node.value))
-        named = all(isinstance(one, ast.Name) for one in node.targets)
-        return None if called and named and self._shows(node.value) else statement
-
     def _shows(self, node: ast.AST) -> bool:
         """Whether evaluating an expression changes nothing."""
         if isinstance(node, ast.Call):
@@ -127,9 +104,7 @@ class Looking:
 
     def _answers(self, method: ast.Attribute) -> bool:
         """Whether it is a method that answers or draws."""
-        if method.attr in self._of_tables or _name(method.value) in self._plots:
-            return True
-        return method.attr in self._methods and _root(method) in self._ours
+        return method.attr in self._of_tables or (method.attr in self._methods and _root(method) in self._ours)
 
     def _is_display(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._displays
@@ -152,7 +127,7 @@ class Looking:
 
     def _needs_notebook(self, node: ast.AST) -> bool:
         """Whether it is `lab.panel(...)`, `lab.strip()` or `lab.export(...)`, or something of what these returned."""
-        while isinstance(node, ast.Call | ast.Attribute | ast.Subscript | ast.Starred):
+        while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr in NOTEBOOK_ONLY and _name(called.value) in self._labs:
                 return True
@@ -166,8 +141,8 @@ class Looking:
         return any(needs) and all(need or self._shows(one) for one, need in zip(given, needs, strict=True))
 
 
-def _without_unread(statement: Statement, read: set[str]) -> Statement | None:
-    """An import without the names of `QUIET` that nothing reads; None if there are no others."""
+def without_unread(statement: Statement, read: set[str]) -> Statement | None:
+    """An import without the names of `FOR_SHOWING` that nothing reads; None if there are no others."""
     node = statement.node
     assert isinstance(node, ast.Import | ast.ImportFrom)
     module = getattr(node, "module", None)
@@ -175,7 +150,7 @@ def _without_unread(statement: Statement, read: set[str]) -> Statement | None:
         alias
         for alias in node.names
         if (alias.asname or alias.name).partition(".")[0] in read
-        or not _is_of(module or alias.name, QUIET)
+        or not _is_of(module or alias.name, FOR_SHOWING)
         or alias.name == "*"
     ]
     if len(stays) == len(node.names):
@@ -242,13 +217,10 @@ SHOWN_LAST = ("_", "__", "___", "Out", "In", "_ih", "_oh", "_dh", "_i", "_ii", "
 def select(statements: Sequence[Statement], parameters: Collection[str]) -> list[Statement]:
     """Those of the script, in order. `BadInput` names the cell that needs a name which nothing before it makes."""
     looking = Looking(statements)
-    chosen = [left for statement in statements if (left := looking.without_displays(statement)) is not None]
-    count = 0
-    while count != (count := len(chosen)):  # what only a statement reads that is left out goes with it
-        read = {name for one in chosen for name in one.names.needs | one.names.rebinds}.union(
-            parameters, *(one.names.binds for one in chosen if isinstance(one.node, ast.Delete))
-        )
-        chosen = [left for one in chosen if (left := looking.without_unread(one, read)) is not None]
+    kept = [left for statement in statements if (left := looking.without_displays(statement)) is not None]
+    read = {name for statement in kept for name in statement.names.needs}
+    trimmed = [without_unread(statement, read) if statement.is_import else statement for statement in kept]
+    chosen = [statement for statement in trimmed if statement is not None]
     _refuse_other_scopes(chosen)
     _check_names(chosen, statements, frozenset(parameters))
     return chosen
