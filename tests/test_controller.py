@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab
@@ -35,6 +36,15 @@ def test_what_a_part_carries_out_is_shown_as_the_workbenchs_own() -> None:
         assert (method.__module__, method.__qualname__) == ("workbench.controller", f"Workbench.{name}")
         assert next(iter(inspect.signature(method).parameters)) == "self"
         assert method.__doc__
+
+
+def test_help_shows_the_options_of_examples_and_the_arguments_of_advantages(plain: wb.Workbench) -> None:
+    assert {"source", "max_tokens", "held_out", "seed"} <= set(inspect.signature(plain.demonstrations).parameters)
+    assert plain.demonstrations([{"prompt": "a", "response": "b"}], seed=None).examples.seed == plain.seed
+    shell = InteractiveShell()
+    shell.push({"lab": plain})
+    found = shell.object_inspect("lab.compute_advantages")
+    assert "estimator:" in found["definition"] and found["docstring"] == plain.compute_advantages.__doc__
 
 
 def test_roles_are_attributes_and_complete_with_tab(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, MissingDependency
 from workbench.messages.metrics import MetricValues
 from workbench.placement import Placement
-from workbench.session.attributes import no_attribute, set_attribute
+from workbench.session.attributes import AdvantagesOperation, no_attribute, set_attribute
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.session.history import History
@@ -59,7 +59,7 @@ from workbench.session.reloading import Reloader
 from workbench.session.topology import Topology
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.debug import Failures, debug
-from workbench.stages.group import GroupOperation, Groups, WorkerGroup
+from workbench.stages.group import Groups, WorkerGroup
 from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.run import RunLog
 from workbench.stages.runner import StageRunner
@@ -163,10 +163,7 @@ class Workbench:
         """The group whose tokenizer makes the tokens."""
         return self.runner.groups.lead
 
-    @property
-    def compute_advantages(self) -> GroupOperation:
-        """The operation of no role: advantages from scores."""
-        return self.runner.groups.compute_advantages
+    compute_advantages = AdvantagesOperation()  # of no role
 
     @property
     def store(self) -> Store:

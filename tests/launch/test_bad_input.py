@@ -115,6 +115,8 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
 STAGE_ARGUMENTS: list[tuple[Callable[[wb.Workbench, wb.Batch], Any], str]] = [
     (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
     (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
+    (lambda lab, batch: lab.wait(3), r"lab\.wait\(3\).*it takes no arguments.*write lab\.wait\(\)"),
+    (lambda lab, batch: lab.demonstrations(), r"lab\.demonstrations\(\) without source.*write .*source="),
     (
         lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
         "temprature.*it takes .*write temperature=",
@@ -196,7 +198,7 @@ def test_rows_are_counted_before_anything_runs(lab: wb.Workbench, tmp_path: Path
     with expect_error(BadInput, value="vowels, which is not trained", remedy="training="):
         wb.RewardModeling(lab, lab.pairs(rows), rows=4)
     with expect_error(
-        BadInput, value=r"lab\.pairs\(max_length=5\)", rule="it takes max_tokens, ", remedy="write max_tokens="
+        BadInput, value=r"lab\.pairs\(max_length=5\)", rule="it takes source, max_tokens, ", remedy="write max_tokens="
     ):
         lab.pairs(rows, max_length=5)
     with expect_error(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
 from workbench.models.tokenizers import as_template_writes, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
-from workbench.support.named_fields import check_names
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
 
 if TYPE_CHECKING:
@@ -255,11 +253,9 @@ class ExampleStream:
     def __init__(
         self, feed: Feed, source: Source, kind: Kind, *, seed: int, tokenizer: Any, options: Mapping[str, Any]
     ) -> None:
-        parameters = inspect.signature(Examples).parameters.values()
-        known = [p for p in parameters if p.name not in ("source", "kind", "tokenizer")]
-        check_names(f"lab.{kind}", known, options)
         self._feed, self.drawn = feed, 0
-        self.examples = Examples(source, kind, tokenizer=tokenizer, **{"seed": seed, **options})
+        given = seed if options.get("seed") is None else options["seed"]
+        self.examples = Examples(source, kind, tokenizer=tokenizer, **{**options, "seed": given})
         self.first = self.state
 
     def next(self, n: int) -> Batch:

@@ -8,6 +8,7 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
+from workbench.stages.group import GroupOperation
 from workbench.support.named_fields import meant
 from workbench.workers.roles import ROLE_WORKERS
 
@@ -23,6 +24,13 @@ _REMEDIES = {
     "placement": "move to it: lab.move(placement)",
     "name": "it is given when a workbench opens: wb.open('name', ...)",
 }
+
+
+class AdvantagesOperation:
+    """`lab.compute_advantages`. It is no property: of one, `?` shows the property's docstring and no arguments."""
+
+    def __get__(self, lab: Any, kind: type) -> GroupOperation:
+        return self if lab is None else lab.runner.groups.compute_advantages  # type: ignore[return-value]
 
 
 def no_attribute(name: str, roles: Collection[str], known: Collection[str]) -> AttributeError:

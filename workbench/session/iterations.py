@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Table
 from workbench.batches.schema import ScoredRows
-from workbench.data.examples import ExampleStream, Kind
+from workbench.data.examples import Examples, ExampleStream, Kind
 from workbench.data.sources import Source
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.session.checkpoint.checkpoints import Checkpoints
@@ -17,10 +18,23 @@ from workbench.session.position import Position
 from workbench.session.topology import Topology
 from workbench.stages.runner import StageRunner
 from workbench.support.machine import return_freed_memory
+from workbench.support.named_fields import KEYWORD, NAMED
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 SCORING = ("compute_reward", "reweigh")
 MEMORY_S = 0.5  # how long the start of an iteration waits for what hosts say of their memory
+
+
+def _with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Name the options of `Examples` in a method's signature, for help, Tab and the check of its arguments."""
+    signature, of_examples = inspect.signature(method), inspect.signature(Examples).parameters
+    options = [p for p in of_examples.values() if p.kind is KEYWORD and p.name not in ("tokenizer", "seed")]
+    seed = of_examples["seed"].replace(default=None)  # that of the workbench
+    own = [p for p in signature.parameters.values() if p.kind is not NAMED]
+    vars(method)["__signature__"] = signature.replace(parameters=[*own, *options, seed])
+    return method
 
 
 class Iterations:
@@ -88,19 +102,22 @@ class Iterations:
         """Record that a setting was assigned."""
         self._runner.live.note(setting, before, after)
 
+    @_with_options
     def demonstrations(self, source: Source, **options: Any) -> ExampleStream:
         """Prompts with the responses to learn: `lab.demonstrations("sft.jsonl", held_out=100).next(64)` is a batch for
-        `update_sft`. Rows and options: see `Examples`; seed: default the workbench's."""
+        `update_sft`. Rows and options: see `workbench.data.examples.Examples`; seed: None: the workbench's."""
         return self._stream(source, "demonstrations", options)
 
+    @_with_options
     def feedback(self, source: Source, **options: Any) -> ExampleStream:
         """Prompts with an answer and a label, whether it is good, for `update_kto`: `lab.feedback("rated.jsonl")` of
-        rows such as {"prompt": ..., "response": ..., "label": true}. Rows and options: see `Examples`."""
+        rows such as {"prompt": ..., "response": ..., "label": true}. Rows and options: see `lab.demonstrations`."""
         return self._stream(source, "feedback", options)
 
+    @_with_options
     def pairs(self, source: Source, **options: Any) -> ExampleStream:
         """Prompts with a chosen and a rejected answer, for `update_reward`, `update_cost`, `update_dpo` and the like:
-        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows and options: see `Examples`."""
+        `lab.pairs("pairs.jsonl", held_out=200, max_tokens=512).next(64)`. Rows, options: see `lab.demonstrations`."""
         return self._stream(source, "pairs", options)
 
     def _stream(self, source: Source, kind: Kind, options: Mapping[str, Any]) -> ExampleStream:

@@ -136,8 +136,9 @@ class GroupOperation:
         collected = operation.protocol.gather(group.layout, dealt, rows, where)
         for rank, chunks in enumerate(dealt):
             if not all(map(len, chunks)):
+                cut = f"in {len(minibatches)} minibatches " if len(minibatches) > 1 else ""
                 raise BadInput(
-                    f"{rows} rows for {where} on {len(group.hosts)} ranks",
+                    f"{rows} rows for {where} {cut}on {len(group.hosts)} ranks",
                     f"rank {rank} would have none",
                     f"use at least {len(collected) * len(minibatches)} rows",
                 )

@@ -104,7 +104,7 @@ class StageRun(Run):
             batch = batch.batch
         if not isinstance(batch, Batch):
             raise BadInput(
-                f"{self.name}({type(batch).__name__})",
+                f"{self.name}({'' if batch is None else type(batch).__name__})",
                 "its first argument is a batch",
                 "start with lab.prompts.next(n)",
             )

@@ -91,14 +91,13 @@ def check_names(called: str, parameters: Iterable[inspect.Parameter], names: Map
     """Raise `BadInput` for the first keyword argument that is not among the parameters, and for parameters without a
     default that are missing. given: how many arguments come before, by position. called: what the user calls."""
     parameters = list(parameters)
-    if any(parameter.kind is NAMED for parameter in parameters):
-        return
-    fields = [parameter.name for parameter in parameters]
+    named = [parameter for parameter in parameters if parameter.kind not in (SEVERAL, NAMED)]
+    fields = [parameter.name for parameter in parameters if parameter.kind is not NAMED]
     for name, value in names.items():
-        if name not in fields:
+        if name not in fields and len(fields) == len(parameters):
             rule = f"it takes {', '.join(fields) or 'no arguments'}"
             raise BadInput(f"{called}({name}={shown(value)})", rule, meant(name, fields) or f"leave {name} out")
-    needed = [p.name for p in parameters[given:] if p.default is inspect.Parameter.empty]
+    needed = [p.name for p in named[given:] if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in names]:
         remedy = f"write {called}({', '.join(f'{name}=...' for name in missing)}, ...)"
         raise BadInput(f"{called}() without {', '.join(missing)}", "it has no default", remedy)
@@ -121,8 +120,8 @@ def check_call(
             raise BadInput(f"{called}(...): {error}", rule, remedy) from None
         if not by_place:
             decorates = given == 1 and inspect.isfunction(args[-1])
-            rule = f"{rule}, by name"
-            remedy = f"above a function write @{called}(...), with brackets" if decorates else f"write {named[0].name}="
+            rule, remedy = (f"{rule}, by name", f"write {named[0].name}=") if named else (rule, f"write {called}()")
+            remedy = f"above a function write @{called}(...), with brackets" if decorates else remedy
         elif len(by_place) < len(named):
             rule += f", {len(by_place)} by position"
         raise BadInput(f"{called}({', '.join(map(shown, args[-given:]))})", rule, remedy) from None
