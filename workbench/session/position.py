@@ -65,7 +65,8 @@ class Position:
         fields = {name: as_read(value) for name, value in saved["fields"].items()}
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
         moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
-        where = f"{'in' if saved['under_way'] else 'after'} iteration {self._counters.iteration}"
+        under_way, now = saved["under_way"], self._counters.iteration  # cells may have begun others since
+        where = f"in iteration {saved['iteration']}" if under_way else f"after iteration {now}"
         print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
 
     def _made(self, saved: Mapping[str, Any]) -> dict[str, Batch | MetricValues]:

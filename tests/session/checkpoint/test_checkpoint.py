@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import workbench as wb
-from tests.cases import TINY, hosts_of, tiny_lab
+from tests.cases import TINY, hosts_of, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.errors import BadInput, NameTaken, NotFound
 from workbench.models import load_tokenizer
@@ -87,6 +87,18 @@ def test_it_goes_on_in_the_middle_of_an_iteration(run: Uninterrupted, tmp_path: 
         frame = ppo.run(2)  # the rest of that iteration is its first
         assert frame.to_dict("records") == run.metrics
         assert frame.index.to_list() == [3, 4]
+
+
+def test_it_names_the_iteration_that_it_goes_on_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiny_lab("under-way", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
+        grpo = wb.GRPO(lab, **OPTIONS)
+        grpo.step()
+        lab.prompts.next(2)  # by hand: another iteration
+        lab.save(tmp_path / "saved")
+    with wb.restore(tmp_path / "saved", name="other") as lab:
+        wb.GRPO(lab, **OPTIONS).step()
+        assert lab.iteration == 2
+    assert "GRPO goes on in iteration 1" in capsys.readouterr().out
 
 
 def test_what_is_restored_can_be_saved(run: Uninterrupted, tmp_path: Path) -> None:
