@@ -59,6 +59,11 @@ class Kernel:
                 return error, said
         raise TimeoutError("a cell hangs")
 
+    def wait_until_shown(self, text: str) -> None:
+        """Wait for a text in what the cell under way shows."""
+        while text not in str(self._client.get_iopub_msg(timeout=120)["content"]):
+            pass
+
     def answer_interrupted(self, request: str) -> tuple[str, str]:
         """`answer` for a cell that was interrupted. In the moment before and after the cell's own code an interrupt
         meets the kernel's, which then forgets the request: the next cell is answered, and this one never."""

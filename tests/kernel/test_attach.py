@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,22 +14,25 @@ from tests.kernel.kernels import Kernel
 
 OPEN = """
 from pathlib import Path
-import threading, time
+import os, signal, threading, time
 import workbench as wb
 from tests.cases import tiny_lab, vowels
 def opened(name, devices=1):
     return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
 def algorithm(lab):
     return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=25)
-def watched(lab, stage):
-    "Write a file of that name when the stage has done one of its steps."
+def suspended_in(lab, stage):
+    "Suspend the host when the stage has done one of its steps, then write a file of that name. Prints the process."
+    process = lab.hosts.backend.processes["shared-0"].pid
     def watch():
         while True:
             busy, done, *_ = lab.hosts.backend.ask("shared-0", "status").result()
             if busy.endswith(stage) and done >= 1:
+                os.kill(process, signal.SIGSTOP)
                 return Path(stage).touch()
             time.sleep(0.02)
     threading.Thread(target=watch, daemon=True).start()
+    print(process)
 """
 
 
@@ -58,10 +63,12 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
-    first.run("watched(lab, 'update_critic')")
-    request = first.start("ppo.step()")  # an update of both minibatches, 25 times
+    host = int(first.run("suspended_in(lab, 'update_critic')"))
+    request = first.start("ppo.step()")  # an update of both minibatches, 25 times: half a second
     wait_for(tmp_path / "update_critic")
     first.interrupt()
+    first.wait_until_shown("stopping where nothing is half done")
+    os.kill(host, signal.SIGCONT)
     error, _ = first.answer(request)
     assert "critic.update_critic was interrupted after optimizer step" in error
     first.kill()
@@ -72,10 +79,11 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     assert "PPO goes on in iteration 2" in said
     assert "critic.update_critic: goes on at optimizer step" in second.run("ppo.step()")
     second.run("assert ppo.next_stage == 'update_actor'")
-    second.run("watched(lab, 'update_actor')")
+    second.run("suspended_in(lab, 'update_actor')")
     second.start("ppo.step()")
     wait_for(tmp_path / "update_actor")
     second.kill()
+    os.kill(host, signal.SIGCONT)
 
     third = kernels()
     third.run("lab = wb.attach('left'); ppo = algorithm(lab)")
@@ -118,12 +126,14 @@ def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab)")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
-    first.run("batch = lab.batch(lab.batches().iloc[-1]['batch']); watched(lab, 'update_actor')")
+    first.run("batch = lab.batch(lab.batches().iloc[-1]['batch'])")
+    host = int(first.run("suspended_in(lab, 'update_actor')"))
     name = first.run("print(batch.id)").strip()
     update = "lab.critic.update_critic(batch, epochs=2)"
     first.start(f"with lab.overlap():\n    {update}; lab.actor.update_actor(batch, epochs=30)")
     wait_for(tmp_path / "update_actor")
     first.kill()
+    os.kill(host, signal.SIGCONT)
     second = kernels()
     second.run(f"lab = wb.attach('left'); batch = lab.batch({name!r})")
     assert "critic.update_critic: was done" in second.run(f"metrics = {update}")
