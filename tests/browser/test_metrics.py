@@ -44,6 +44,17 @@ SECOND = """(box, title) => {
   return { x: across._offset + across.d2p(x[1]), y: up._offset + up.d2p(y[1]) };
 }"""
 
+# of a sheet: how far plotly's buttons reach into the first row of charts, in pixels; its share of the panel's width;
+# and what its axes say
+SHEET = """(box) => {
+  const { top, width } = box.getBoundingClientRect();
+  const axes = Object.keys(box.layout).filter((name) => /^[xy]axis/.test(name)).map((name) => box.layout[name]);
+  return {
+    covered: box.querySelector('.modebar').getBoundingClientRect().bottom - top - box._fullLayout.yaxis._offset,
+    share: width / box.closest('.wb-panel').clientWidth, titles: axes.map((one) => one.title.text),
+  };
+}"""
+
 
 def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = shared_notebook([OPEN, 'panel.show("metrics"); panel', "panel.show('metrics').still()"])
@@ -65,6 +76,9 @@ def test_curves_are_live_and_lead_to_samples(shared_notebook: Callable[[Sequence
     assert page.evaluate(CHARTS) == 6
     assert drawn("as measured") == [[1, 2], pytest.approx(measured())]
     notebook.picture("metrics")
+    sheet = panel.locator(FIGURE).evaluate(SHEET)
+    assert sheet["covered"] <= 0 and sheet["share"] > 0.9, sheet
+    assert all(sheet["titles"]) and {"iteration", "nats", "tokens", "reward"} <= {*sheet["titles"]}
 
     # live, while another thread of the kernel runs iterations
     notebook.in_thread("ppo.run(2)")

@@ -93,7 +93,10 @@ def test_only_bare_expressions_that_show_something_are_left_out() -> None:
 
 
 def test_what_needs_a_notebook_is_left_out_also_where_it_has_a_name() -> None:
-    named = ["panel = lab.panel()\npanel.show('timeline')", "script = lab.export('x.py')\nprint(script.told)"]
+    named = [
+        "panel = lab.panel()\npanel.show('timeline')",
+        "script = lab.export('x.py')\nprint(script.text, *script.told)",
+    ]
     cells = [IMPORT, OPEN, *named, "lab.close()"]
     text = script_of(page(*cells)).text
     assert body(text)[-1] == "lab.close()" and not re.search("panel|script =|told", text)

@@ -115,8 +115,14 @@ def test_a_missing_column_names_the_stage_that_makes_it(lab: wb.Workbench, batch
 STAGE_ARGUMENTS: list[tuple[Callable[[wb.Workbench, wb.Batch], Any], str]] = [
     (lambda lab, batch: lab.actor.generate_sequences(), "its first argument is a batch"),
     (lambda lab, batch: lab.actor.generate_sequences([1, 2]), "its first argument is a batch"),
-    (lambda lab, batch: lab.wait(3), r"lab\.wait\(3\).*it takes no arguments.*write lab\.wait\(\)"),
-    (lambda lab, batch: lab.demonstrations(), r"lab\.demonstrations\(\) without source.*write .*source="),
+    (
+        lambda lab, batch: lab.wait(3),  # type: ignore[call-arg]
+        r"lab\.wait\(3\).*it takes no arguments.*write lab\.wait\(\)",
+    ),
+    (
+        lambda lab, batch: lab.demonstrations(),  # type: ignore[call-arg]
+        r"lab\.demonstrations\(\) without source.*write .*source=",
+    ),
     (
         lambda lab, batch: lab.actor.generate_sequences(batch, temprature=1.0),
         "temprature.*it takes .*write temperature=",

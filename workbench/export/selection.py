@@ -127,7 +127,7 @@ class Looking:
 
     def _needs_notebook(self, node: ast.AST) -> bool:
         """Whether it is `lab.panel(...)`, `lab.strip()` or `lab.export(...)`, or something of what these returned."""
-        while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        while isinstance(node, ast.Call | ast.Attribute | ast.Subscript | ast.Starred):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr in NOTEBOOK_ONLY and _name(called.value) in self._labs:
                 return True
