@@ -105,7 +105,7 @@ class Stepper(View):
         counts = ", ".join(
             f"{name} {mark.sign} {mark.words}" for name, mark in marks.items() if mark.words != "waiting"
         )
-        head = f"<div>{self._where()}{': ' + escape(counts) if counts else ''}</div>"
+        head = f"<div>{escape(self._where())}{': ' + escape(counts) if counts else ''}</div>"
         if self.iteration < self.lab.iteration:
             head += f"<div>Cells have begun iteration {self.lab.iteration} by hand; choose that above to see it.</div>"
         rows = [
