@@ -153,7 +153,7 @@ def test_a_fork_is_the_value_of_where_it_begins(lab: wb.Workbench, chat: Chat) -
         assert leaf.done and len(behind) == 2  # its environment had been told the first turn
         assert lab.decode(behind[0].answer_ids) == "<2>"
     assert fork.value.mean == pytest.approx(sum(fork.returns) / 6)
-    half = 2.5706 * float(torch.tensor(fork.returns).std()) / math.sqrt(6)
+    half = 2.570582 * float(torch.tensor(fork.returns).std()) / math.sqrt(6)
     assert (fork.value.low, fork.value.high) == pytest.approx(
         (fork.value.mean - half, fork.value.mean + half), rel=1e-4
     )
