@@ -1,7 +1,5 @@
-"""What every view of a panel is: a picture as html, controls for it, and what their actions do.
-
-A view as a picture that needs no kernel and no script of ours.
-"""
+"""What every view of a panel is: a picture as html, controls for it, and what their actions do; and `Still`, which
+needs no kernel and no script of ours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the controller asks of a backend, and nothing else.
-
-On which machine of a cluster each rank of each pool goes. Pure arithmetic.
-"""
+"""What the controller asks of a backend; and, by arithmetic alone, on which machine of a cluster each rank goes."""
 
 from __future__ import annotations
 

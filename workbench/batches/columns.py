@@ -9,7 +9,7 @@ A column is one of
 Tables on their way between processes: arrays in place of tensors, which pickle protocol 5 moves without a copy.
 
 Tables as tensordicts, for users who want them: ragged columns are nested tensors of jagged layout, lists non-tensor
-data. These functions import tensordict, which takes seconds.
+data. Only what makes or reads one imports tensordict, which takes seconds.
 """
 
 from __future__ import annotations

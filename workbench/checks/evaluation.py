@@ -1,6 +1,6 @@
 """`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations.
 
-What one gets that samples a prompt k times and keeps one response: by a vote, or by a score. Pure, of one prompt.
+And what one gets that samples a prompt k times and keeps one response: by a vote, or by a score.
 """
 
 from __future__ import annotations

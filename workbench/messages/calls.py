@@ -1,7 +1,4 @@
-"""What the controller sends to a host for one stage.
-
-The answer of a rank for one stage, and how the answers of all ranks are joined.
-"""
+"""What the controller sends to a host for one stage, what each rank answers, and how the answers are joined."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a caller holds of a stage under way: a future with progress, result and error.
-
-The stages that were called, newest last: the cell, the progress, the end. Holds no results.
-"""
+"""What a caller holds of a stage under way: a future with progress, result and error; and the log of stage calls."""
 
 from __future__ import annotations
 
@@ -389,7 +386,7 @@ def _state(run: Run) -> str:
 
 
 class RunLog:
-    """The last stage calls of a workbench."""
+    """The last stage calls of a workbench, newest last: the cell, the progress, the end. Holds no results."""
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=KEPT)

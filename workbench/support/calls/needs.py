@@ -15,7 +15,7 @@ LIMITS, NEEDS = "__workbench_limits__", "__workbench_needs__"
 NOTES, AT_ONCE = "__workbench_notes__", "__workbench_at_once__"
 
 
-def marked(name: str, value: Any, called: str = "") -> Callable[[F], F]:
+def marked(name: str, value: Any, called: str = "a mark of") -> Callable[[F], F]:
     """A decorator that sets an attribute of a function. called: what it is for, for the message where it cannot."""
 
     def decorate(function: F) -> F:
