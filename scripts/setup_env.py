@@ -16,7 +16,9 @@ What it decides, and why it is not one `pip install`:
 from __future__ import annotations
 
 import argparse
+import collections
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,12 +51,32 @@ def has_gpu() -> bool:
     )
 
 
-class Environment:
-    """The folder of an environment, and which versions go into it: those of a file, or with None the newest."""
+class Progress:
+    """Says what pip is at, of the lines that it writes. packages: how many there will be about."""
 
-    def __init__(self, folder: Path, locked: Path | None) -> None:
+    def __init__(self, packages: int) -> None:
+        self.packages, self._found = packages, set[str]()
+
+    def of(self, line: str) -> str:
+        """What a line tells that takes long; else ""."""
+        if found := re.match(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)", line):
+            self._found.add(re.sub(r"[-_.]+", "-", found[1]).lower())
+        elif found := re.match(r"\s+Downloading \S*?([^/\s]+?)-\d\S* \((\d\d+\.?\d* MB|.+ GB)\)", line):
+            return f"{len(self._found)} of about {self.packages} packages: downloading {found[1]} ({found[2]})"
+        elif line.startswith("Installing collected packages"):
+            return f"installing {line.count(',') + 1} packages, which takes a minute or two"
+        return ""
+
+
+class Environment:
+    """The folder of an environment, and which versions go into it: those of a file, or with None the newest.
+
+    packages: how many it will have, about."""
+
+    def __init__(self, folder: Path, locked: Path | None, packages: int = 0) -> None:
         self.folder, self.locked = folder, locked
         self.python = folder / "bin" / "python"
+        self._progress = Progress(packages)
 
     def make(self) -> None:
         if self.python.exists():
@@ -69,12 +91,29 @@ class Environment:
             )
 
     def pip(self, *arguments: str, quietly: bool = False) -> bool:
-        """Run pip in the environment; whether it succeeded."""
-        command = [str(self.python), "-m", "pip", *arguments, "-qq", "--disable-pip-version-check"]
+        """Run pip in the environment; whether it succeeded. What it writes is told in few lines, and its end where
+        it fails, unless quietly."""
+        command = [str(self.python), "-m", "pip", *arguments, "--disable-pip-version-check"]
         # by the variable, not by --constraint: so it holds for what packages are built with, too
         locked = {"PIP_CONSTRAINT": str(self.locked)} if self.locked else {}
-        hidden = subprocess.DEVNULL if quietly else None
-        return subprocess.run(command, cwd=ROOT, env=os.environ | locked, stderr=hidden).returncode == 0
+        settings = os.environ | locked | {"PIP_PROGRESS_BAR": "off", "PIP_ROOT_USER_ACTION": "ignore"}
+        newest = collections.deque[str](maxlen=30)
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=settings,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            for line in process.stdout or ():
+                newest.append(line)
+                if told := self._progress.of(line):
+                    print(f"    {told}", flush=True)
+        if process.returncode and not quietly:
+            print("".join(newest), file=sys.stderr, flush=True)
+        return process.returncode == 0
 
     def install_cpu_torch(self) -> None:
         """From what pip is configured with (a mirror, a local wheel) if it has the CPU build, else from PyTorch's
@@ -112,7 +151,9 @@ def main() -> None:
     gpu = has_gpu()
     build = "cuda" if gpu else "cpu"
     say(f"for {'NVIDIA GPUs' if gpu else 'CPU (no NVIDIA driver found)'}; this takes some minutes, once")
-    environment = Environment(NEWEST if newest else VENV, None if newest else CONSTRAINTS / f"{build}.txt")
+    locked = CONSTRAINTS / f"{build}.txt"
+    packages = sum(not line.startswith("#") for line in locked.read_text().splitlines())
+    environment = Environment(NEWEST if newest else VENV, None if newest else locked, packages)
     environment.make()
     if not gpu:
         environment.install_cpu_torch()

@@ -57,6 +57,19 @@ def test_set_up_installs_extras_and_versions_that_pyproject_names() -> None:
     assert setup_env.CPU_TORCH.removesuffix("+cpu") in project["dependencies"]
 
 
+def test_set_up_says_what_it_downloads_and_how_much_is_left() -> None:
+    told = map(setup_env.Progress(270).of, (
+        "Requirement already satisfied: numpy in ./.venv/lib", "Collecting typing_extensions>=4 (from torch)",
+        "Collecting torch==2.13.0+cpu", "  Downloading torch-2.13.0%2Bcpu-cp311-manylinux.whl (180.5 MB)",
+        "Collecting typing-extensions", "  Downloading x-1-py3-none-any.whl.metadata (4 kB)",
+        "Installing collected packages: torch, typing-extensions",
+    ))  # fmt: skip
+    assert list(filter(None, told)) == [
+        "3 of about 270 packages: downloading torch (180.5 MB)",
+        "installing 2 packages, which takes a minute or two",
+    ]
+
+
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
 def test_each_requirement_is_locked_to_a_version_that_its_range_allows(build: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -74,7 +74,10 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+        from workbench.support.named_fields import meant
+
+        near = "" if name.startswith("_") else meant(name, _PUBLIC, "wb.{}".format)
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}" + (f": {near}" if near else ""))
     home = _PUBLIC[name]
     value = importlib.import_module(f"{home}.{name}" if name in _MODULES else home)
     value = value if name in _MODULES else getattr(value, name)

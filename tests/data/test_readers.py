@@ -68,7 +68,7 @@ def test_a_file_of_another_format_than_its_name_says(tmp_path: Path, ending: str
 def test_a_parquet_file_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with expect_error(MissingDependency, remedy="pip install pyarrow"):
+    with expect_error(MissingDependency, remedy=r"'\.\[data\]'.*pip install pyarrow"):
         read_rows(tmp_path / "rows.parquet")
 
 

@@ -119,7 +119,7 @@ def test_wrong_sources_say_what_would_be_right(subtests: pytest.Subtests) -> Non
 
 def test_a_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with expect_error(MissingDependency, remedy="pip install datasets"):
+    with expect_error(MissingDependency, remedy=r"'\.\[data\]'.*pip install datasets"):
         read_rows("openai/gsm8k")
     # What an import finds in a checkout's root where the library is not installed: the folder datasets/.
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__path__=[str(sources.DATASETS)]))

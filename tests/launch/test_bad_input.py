@@ -25,6 +25,12 @@ FOUR: dict[str, Any] = {"actor": TINY, "critic": TINY, "reference": TINY, "rewar
 
 OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": {**FOUR, "critik": TINY}}, BadInput, r"unknown role 'critik'.*write 'critic' \(the nearest\)"),
+    ({"models": FOUR, "restore": "folder"}, BadInput, r"write wb\.restore\(path\)"),
+    ({"models": FOUR, "beta": 0.1}, BadInput, r"write wb\.GRPO\(kl_coefficient=\.\.\.\)"),
+    ({"models": FOUR, "num_generations": 4}, BadInput, r"write wb\.GRPO\(samples=\.\.\.\)"),
+    ({"models": FOUR, "batch_size": 4}, BadInput, r"write wb\.GRPO\(prompts=\.\.\.\)"),
+    ({"models": FOUR, "dataset": ["1+1="]}, BadInput, r"write wb\.open\(\.\.\., prompts=\.\.\.\)"),
+    ({"models": FOUR, "max_completion_length": 8}, BadInput, r"write wb\.Sampling\(max_new_tokens=\.\.\.\)"),
     ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
     ({"models": {"actr": TINY}}, BadInput, "unknown role 'actr'"),
     ({"models": TINY}, BadInput, "a model for each role"),
@@ -257,6 +263,11 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
         _ = lab.cost
     with pytest.raises(AttributeError, match=r"no attribute 'actr': write actor \(the nearest\)"):
         _ = lab.actr
+    for named, name in ((lab, "restore"), (wb, "load_checkpoint")):
+        with pytest.raises(AttributeError, match=r"write wb\.restore\(path\)"):
+            getattr(named, name)
+    with pytest.raises(AttributeError, match=r"write wb\.GRPO, its name here"):
+        _ = wb.GRPOConfig
     with pytest.raises(
         AttributeError, match=r"no operation 'compute_valuse'; write compute_values \(the nearest\); it has"
     ):

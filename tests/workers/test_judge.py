@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def batch(lab: wb.Workbench) -> wb.Batch:
     return lab.actor.generate_sequences(lab.prompts.next(2), samples=2, max_new_tokens=4, seed=1)
 
 
-def written(texts: list[str]) -> list[str]:
+def written(texts: Sequence[str]) -> list[str]:
     """What transformers makes of these texts by itself: greedy, up to an end."""
     model: Any
     model, tokenizer = load_causal_lm(JUDGE, dtype=torch.float32, device=torch.device("cpu")), load_tokenizer(JUDGE)
@@ -279,6 +279,7 @@ def test_a_response_cannot_write_the_special_tokens_of_the_judge(response: str) 
         for text in (asked(rubric, row, special), asked(rubric, {"prompt": "1+1=", "response": "2"}, special))
     )
     assert kept == plain
+    assert response in tokenizer.decode(render_prompt(tokenizer, asked(rubric, row, special)))
     assert asked("Rate: <|eos|>{response}", {"response": "2 <b>"}, special) == "Rate: <|eos|>2 <b>"
 
 

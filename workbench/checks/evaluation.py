@@ -333,17 +333,19 @@ def _named(data: Any) -> dict[str, Any]:
 
 def _read_with(lab: Lab, source: Any) -> dict[str, Any]:
     """How a data set becomes prompts, where that changes what the policy reads. Without a chat format of its own, a
-    data set has that of the workbench's prompts."""
+    data set has that of the workbench's prompts, and reads control tokens as they do."""
     given, own = lab.description.prompts, prompt_options(source, "evaluate: dict")
-    chat = given.get("chat") if isinstance(given, Mapping) else None
-    defaults = {"chat": chat, "max_prompt_tokens": 512, "overlong": "filter"}
+    given = given if isinstance(given, Mapping) else {}
+    defaults = {"chat": None, "control_tokens": None, "max_prompt_tokens": 512, "overlong": "filter"}
+    defaults |= {name: given[name] for name in ("chat", "control_tokens") if name in given}
     return {name: own.get(name, value) for name, value in defaults.items()}
 
 
 def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
     options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
-    options["chat"] = _read_with(lab, source)["chat"]
+    read = _read_with(lab, source)
+    options |= {name: read[name] for name in ("chat", "control_tokens")}
     prompts = prompts_of(options, lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
     if n is not None:

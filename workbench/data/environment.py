@@ -26,8 +26,9 @@ the rollout is kept.
 Messages that `reset` returns are the conversation's prompt, in place of the row's: the chat template renders them, and
 the column `prompt_ids` has the result. A text comes behind the row's prompt, where the policy goes on from it.
 
-observation: a text, put in as it stands (special tokens in it count as such); or messages such as
-[{"role": "tool", "content": "42"}], which the chat template renders with all that comes between two turns; or None.
+observation: a text, put in as it stands; or messages such as [{"role": "tool", "content": "42"}], which the chat
+template renders with all that comes between two turns; or None. Special tokens that they spell, such as "<|im_end|>",
+are text, unless the class has `control_tokens = True`: then it may write turns itself.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ from workbench.data.conversation_turns import Reply, Said, Told, Turn
 from workbench.data.user_functions import failure_of
 from workbench.errors import BadInput, RolloutError
 from workbench.errors.plain_text import plain_text
+from workbench.models.control_tokens import Value, as_text, encoded
 from workbench.models.tokenizers import render_reply
 from workbench.models.turn_messages import TurnReader, check_template, response_template, schema_of, with_tools
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
 from workbench.support.calls.sessions import Session, UserCalls
+from workbench.support.validation import checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +129,7 @@ class Environments:
             check_template(response_template(tokenizer, self._form))
         self._tools = [schema_of(tool) for tool in getattr(self._make, "tools", ())]
         self._shown = getattr(self._make, "shows_tools", False)
+        self._control = checked("control_tokens", getattr(self._make, "control_tokens", False), bool)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -311,8 +315,9 @@ class Environments:
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
         """The prompt of a conversation that begins with messages."""
         with self._as_failure("reset", row):
-            text = with_tools(self._tokenizer, messages, () if self._shown else self._tools, self._form)
-            prompt_ids = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            tools = () if self._shown else self._tools
+            text = with_tools(self._tokenizer, self._said(messages), tools, self._form)
+            prompt_ids = encoded(self._tokenizer, text)
         if len(prompt_ids) < self._max_model_tokens:
             return Reply(prompt_ids=prompt_ids)
         raise self._error(
@@ -333,7 +338,7 @@ class Environments:
         if not observation:
             return []
         with self._as_failure("step", row):
-            return render_reply(self._tokenizer, observation, after=call.last)
+            return render_reply(self._tokenizer, self._said(observation), after=call.last)
 
     @contextlib.contextmanager
     def _as_failure(self, method: str, row: int) -> Iterator[None]:
@@ -348,7 +353,11 @@ class Environments:
             raise self._error(method, row, what, RULES[method]) from problem
 
     def _encode(self, text: str | None) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return encoded(self._tokenizer, self._said(text)) if text else []
+
+    def _said(self, value: Value) -> Value:
+        """What an environment says, with its control tokens as text, unless its class has others."""
+        return value if self._control else as_text(self._tokenizer, value)
 
     def _close(self) -> list[RolloutError]:
         """Close those that are in use; what that raised."""

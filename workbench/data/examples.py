@@ -26,6 +26,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat
+from workbench.models.control_tokens import as_text, encoded
 from workbench.models.tokenizers import as_template_writes, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
@@ -74,6 +75,8 @@ class Examples(EpochRows[Tokenized]):
     chat: whether texts go through the chat template, or a `wb.ChatFormat(...)`, with which they do; None: if the
         tokenizer has one. A prompt in the form of HH-RLHF ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
 
+    control_tokens: whether control tokens that a text spells, such as "<|im_end|>", are such; None: with chat=False.
+        Else they are text, and `spelling` counts the rows that have some.
     bad_rows: "error": a row of another kind raises `BadInput`; "skip": it is left out, and `skipped` lists its
         place and the reason.
 
@@ -95,10 +98,12 @@ class Examples(EpochRows[Tokenized]):
         shuffle: bool = True,
         chat: Any = None,
         bad_rows: BadRows = "error",
+        control_tokens: bool | None = None,
     ) -> None:
         check_chat(chat, tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
-        self.dropped = self.cut = self.equal = 0
+        self.control_tokens = chat is False if control_tokens is None else control_tokens
+        self.dropped = self.cut = self.equal = self.spelling = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         self._turn_end = turn_end(tokenizer)
         rows = read_rows(source, bad_rows=bad_rows)
@@ -152,7 +157,7 @@ class Examples(EpochRows[Tokenized]):
         """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
         told = [f"{len(self.training)} {self.kind}"]
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
-        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped)
+        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.spelling)
         told += [f"{self.equal} with equal answers dropped"] if self.equal else []
         return ", ".join(told)
 
@@ -207,7 +212,10 @@ class Examples(EpochRows[Tokenized]):
             begun = chat.prefill if isinstance(chat, ChatFormat) else ""
             answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
-        ids = [tokenizer.encode(answer, add_special_tokens=False, verbose=False) for answer in answers]
+        if not self.control_tokens:
+            given, (prompt, answers) = (prompt, answers), as_text(tokenizer, (prompt, answers))
+            self.spelling += given != (prompt, tuple(answers))
+        ids = [encoded(tokenizer, answer) for answer in answers]
         # a text that was rendered before may have its end already
         ends = () if chat else (end, self._turn_end)
         return Tokenized(

@@ -11,6 +11,7 @@ from workbench.data.reward_function import check_function
 from workbench.data.user_functions import Noted, short
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said, shown
+from workbench.models.control_tokens import MARK
 from workbench.models.spec import Judging, Model
 from workbench.settings.engines import DType, Generation, Sampling
 from workbench.support.calls.needs import with_notes
@@ -40,8 +41,8 @@ def Judge(
     model: any causal language model, a generative reward model among them; its tokenizer may be another than the
         actor's. It generates on each device of the role's pool, with an engine of its own.
     rubric: a text in which {prompt}, {response} and the names of the row's other columns of text stand for these. It
-        goes through the model's chat template, where it has one, as a user's message. Where a value of the row has the
-        text of one of the judge's special tokens, a space is put into it, so that it stays text.
+        goes through the model's chat template, where it has one, as a user's message. Control tokens that a value of
+        the row spells stay text.
     parse: of the judgement, a text: the score, a number; it raises where there is none. Default: `stated_score`.
     sampling: default: greedy, 256 tokens. The same text is judged alike, on whichever rank.
     dtype, generation: as of `wb.Model`; default: those of the workbench. seed: of judgements that are sampled.
@@ -114,7 +115,7 @@ def asked(rubric: str, row: Mapping[str, Any], special: Sequence[str] = ()) -> s
     """The text that the judge reads about a row. What is in braces and no name of the row stays as it is.
 
     special: texts that the judge's tokenizer reads as special tokens, such as those that begin its turn. Where a value
-    of the row makes one, alone or with what is beside it, a space breaks it: a response cannot write the judge's turn.
+    of the row makes one, alone or with what is beside it, a mark is in it: a response cannot write the judge's turn.
     """
     text = ""
     own: list[bool] = []  # of each character of the text, whether it is the rubric's
@@ -127,6 +128,6 @@ def asked(rubric: str, row: Mapping[str, Any], special: Sequence[str] = ()) -> s
     while found := tokens.search(text, place):
         place = found.start() + 1
         if not all(own[found.start() : found.end()]):
-            text, own = f"{text[:place]} {text[place:]}", [*own[:place], False, *own[place:]]
+            text, own = f"{text[:place]}{MARK}{text[place:]}", [*own[:place], False, *own[place:]]
             place += 1
     return text

@@ -23,6 +23,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, check_chat, written_tokens
+from workbench.models.control_tokens import as_text
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
@@ -113,7 +114,8 @@ class PromptRow:
 class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
-    dropped, cut: how many rows were too long. skipped: those that are no prompts. read_as: see `Rows`.
+    dropped, cut: how many rows were too long. spelling: those with control tokens that are read as text. skipped: those
+    that are no prompts. read_as: see `Rows`.
     """
 
     @checked_call("prompts")
@@ -121,13 +123,15 @@ class PromptReader(ABC):
         self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None,
         seed: NonNegativeInt = 0, shuffle: bool = True, max_prompt_tokens: PositiveInt = 512,
         overlong: Overlong = "filter", chat: Any = None, bad_rows: BadRows = "error",
+        control_tokens: bool | None = None,
     ) -> None:  # fmt: skip
         check_chat(chat, tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
-        self.dropped = self.cut = 0
+        self.dropped = self.cut = self.spelling = 0
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
+        self.control_tokens = chat is False if control_tokens is None else control_tokens
         self.seed, self.shuffle = seed, shuffle
         self._read(source, prompt_column)
 
@@ -152,7 +156,7 @@ class PromptReader(ABC):
 
     def counts(self) -> list[str]:
         """How many rows were cut, dropped and skipped."""
-        return counts(f"over {self.max_prompt_tokens} tokens", self.cut, self.dropped, self.skipped)
+        return counts(f"over {self.max_prompt_tokens} tokens", self.cut, self.dropped, self.skipped, self.spelling)
 
     def told(self, many: str, place: str) -> str:
         """The repr of prompts. many: how many there are; place: where they stand."""
@@ -193,6 +197,7 @@ class PromptReader(ABC):
                 f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         ids = self.render(conversation)
+        self.spelling += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:
             return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
         if self.overlong == "error":
@@ -211,7 +216,9 @@ class PromptReader(ABC):
     def render(self, conversation: Conversation, called: str = "the prompt") -> list[int]:
         """Token ids of a text or of messages, through the chat template as the other prompts. called: its name in the
         `BadInput` for what is no prompt."""
-        return render_prompt(self._tokenizer, self._whole(called, conversation), chat=self._chat)
+        whole = self._whole(called, conversation)
+        read = whole if self.control_tokens else as_text(self._tokenizer, whole)
+        return render_prompt(self._tokenizer, read, chat=self._chat)
 
     def show(self, conversation: Conversation, called: str = "the prompt") -> WrittenTokens:
         """The tokens of a text or of messages, as `render` makes them, with who wrote each."""

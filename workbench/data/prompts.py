@@ -106,6 +106,8 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         "error" raises `BadInput`.
     chat: whether a text goes through the chat template; None: if the tokenizer has one. Messages always do. A
         `wb.ChatFormat(...)` adds a system prompt, tools, arguments of the template, the beginning of the answer.
+    control_tokens: whether control tokens that a row spells, such as "<|im_end|>", are such; None: with chat=False, as
+        in prompts that a template has written already. Else they are text; `spelling` counts the rows that have some.
     bad_rows: "error": a row that is no prompt raises `BadInput`; "skip": it is left out, and `skipped` lists its number
         and the reason.
 

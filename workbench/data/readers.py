@@ -54,10 +54,12 @@ class Skipped(list[str]):
             self.append(f"{error.value}: {error.rule}" if error.rule else str(error.value))
 
 
-def counts(over: str, cut: int, dropped: int, skipped: Skipped) -> list[str]:
-    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words."""
+def counts(over: str, cut: int, dropped: int, skipped: Skipped, spelling: int) -> list[str]:
+    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words. spelling:
+    how many spell control tokens, which are read as text."""
     told = [f"{number} {over} {word}" for number, word in ((cut, "cut"), (dropped, "dropped")) if number]
-    return [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
+    told = [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
+    return [*told, *[f"{spelling} with control tokens as text (control_tokens=True: as such)"] * bool(spelling)]
 
 
 class Rows(list[Row]):
@@ -263,7 +265,7 @@ def arrow_library(path: Path, module: str) -> Any:
         raise MissingDependency(
             f"{str(path)!r} is read by pyarrow",
             "which is not installed",
-            "run `pip install pyarrow` and restart the kernel",
+            "run `pip install -e '.[data]'` in the checkout, or `pip install pyarrow`, and restart the kernel",
         ) from None
 
 

@@ -371,7 +371,7 @@ def _datasets_library(repo: str) -> Any:
         raise MissingDependency(
             f"{repo!r} is read as a data set of the hub",
             "that needs the `datasets` library, which is not installed",
-            f"run `pip install datasets` and restart the kernel, or else {_FORMS}",
+            f"run `pip install -e '.[data]'` in the checkout, or `pip install datasets`; or else {_FORMS}",
         )
     return library
 

@@ -16,7 +16,8 @@ from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTok
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import rendered
-from workbench.models.tokenizers import TURN, differing_ends, is_text, special_tokens
+from workbench.models.control_tokens import MARK, as_text, placed, special_tokens
+from workbench.models.tokenizers import TURN, differing_ends, is_text, put_before
 from workbench.models.turn_messages import schema_of
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _refuse(name: str, value: Any, rule: str, remedy: str) -> NoReturn:
 
 
 Span = tuple[int, int, str]
-MARK = "\u2042"  # no template writes it
+PLACE = "\u2042"  # no template writes it
 
 
 def written_tokens(
@@ -129,20 +130,23 @@ def written_tokens(
     messages. Where the text behind the ids is not known, as of a tokenizer without offsets, the writer is "other"."""
     chat = chat or ChatFormat()
     messages = chat.messages(prompt)
-    plain_text = [prompt] if isinstance(prompt, str) else []
-    tries = [(text, [(0, len(text), "user")], adds) for text in plain_text for adds in (True, False)]
-    if tokenizer.chat_template:
-        text = chat.text(tokenizer, messages)
-        spans = _spans(tokenizer, text, messages, chat)
-        start = len(text) - len(chat.prefill)
-        tries.insert(0, (text, [*spans, (start, len(text), "assistant")], False))
+    tries = list[tuple[str, list[Span], list[int]]]()
+    for read in (as_text(tokenizer, messages), messages) if tokenizer.chat_template else ():
+        text = chat.text(tokenizer, read)
+        end = len(text.replace(MARK, ""))
+        spans = _spans(tokenizer, text.replace(MARK, ""), messages, chat)
+        tries.append((text, [*spans, (end - len(chat.prefill), end, "assistant")], []))
+    if isinstance(prompt, str):
+        read_as = (as_text(tokenizer, prompt), prompt)
+        begins = (put_before(tokenizer), list[int]())
+        tries += [(text, [(0, len(prompt), "user")], before) for text in read_as for before in begins]
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for text, spans, adds in tries if tokenizer.is_fast else ():
-        read = tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)
-        if list(read["input_ids"])[: len(token_ids)] == list(token_ids):  # the tokenizer may put an end behind a text
+    for text, spans, before in tries if tokenizer.is_fast else ():
+        tokens = [*((number, 0, 0) for number in before), *placed(tokenizer, text)][: len(token_ids)]
+        if [number for number, _, _ in tokens] == list(token_ids):
+            text = text.replace(MARK, "")
             found = [
-                _token(tokenizer, number, text, start, end, spans, number in special)
-                for number, (start, end) in zip(token_ids, read["offset_mapping"], strict=False)
+                _token(tokenizer, number, text, start, end, spans, number in special) for number, start, end in tokens
             ]
             return WrittenTokens(tuple(found), name)
     plain = [WrittenToken(n, str(tokenizer.decode([n])), "other", n in special) for n in token_ids]
@@ -164,7 +168,7 @@ def _spans(
     """Where the messages stand in what the template made of them: between what it writes around marks in their place,
     which it may strip. None of those from where on it wrote something else around the marks."""
     said = [str(message.get("content") or "") for message in messages]
-    marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
+    marks = [f"{PLACE}{n}{PLACE}" for n in range(len(messages))]
     marked = chat.text(tokenizer, [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
     found, at = list[Span](), 0
     for n, (message, mark) in enumerate(zip(messages, marks, strict=True)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.models.chat_template import rendered
+from workbench.models.control_tokens import encoded, special_tokens
 from workbench.models.resolve import BUNDLED, gguf_path, is_converted, no_chatter, quiet_transformers, resolve
 
 if TYPE_CHECKING:
@@ -88,12 +89,6 @@ def _filler(tokenizer: Any, name: str) -> str:
     )
 
 
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Special tokens in the order of their ids, those without a role (repository name, reserved, ...) among them."""
-    added: Iterable[tuple[int, Any]] = sorted(tokenizer.added_tokens_decoder.items())
-    return [token.content for _, token in added if token.special]
-
-
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], *, chat: bool | ChatFormat | None = None
 ) -> list[int]:
@@ -101,7 +96,7 @@ def render_prompt(
 
     prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
     chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template. A
-    `ChatFormat` says what more it is given.
+    `ChatFormat` says what more it is given. Control tokens that a text spells are such, but for marks of `as_text`.
     """
     is_text = isinstance(prompt, str)
     if not prompt:
@@ -122,18 +117,20 @@ def render_prompt(
         )
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if is_text else prompt
     text = rendered(tokenizer, messages) if isinstance(chat, bool) else chat.text(tokenizer, prompt)
-    # the template writes all special tokens; how long it may be, the caller knows
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return encoded(tokenizer, text)  # the template writes all special tokens
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text with which a sequence begins: what the tokenizer puts before a text (BOS), once, also where
     the text begins with it; and nothing of what it puts behind one (EOS), since a response follows."""
-    # how long it may be, the caller knows
-    own, whole = (list(tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for adds in (False, True))
-    at = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
-    before = whole[:at]
-    return own if own[:at] == before else before + own
+    own, before = encoded(tokenizer, text), put_before(tokenizer)
+    return own if own[: len(before)] == before else before + own
+
+
+def put_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text."""
+    own, whole = (list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
+    return whole[: next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)]
 
 
 def is_text(value: object) -> bool:
@@ -230,5 +227,5 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
     _, found, rest = text.partition(TURN)
     if not found:
         raise BadInput("this chat template", "drops earlier turns of the assistant", "reply with a text instead")
-    token_ids = list(tokenizer.encode(rest, add_special_tokens=False))
+    token_ids = encoded(tokenizer, rest)
     return token_ids[1:] if token_ids[:1] == [after] else token_ids

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import rendered
-from workbench.models.tokenizers import has_texts, is_text, special_tokens, turn_end
+from workbench.models.control_tokens import special_tokens
+from workbench.models.tokenizers import has_texts, is_text, turn_end
 from workbench.support.validation import one_of
 
 if TYPE_CHECKING:

@@ -18,12 +18,17 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "adam_epsilon": ("eps",),
     "batch_size": ("prompts", "rows"),
     "beta": ("kl_coefficient", "beta"),
+    "clip_ratio": ("clip",),
+    "clip_ratio_c": ("dual_clip",),
+    "clip_ratio_high": ("clip_high",),
     "cliprange": ("clip",),
     "cliprange_value": ("value_clip",),
     "data": ("source",),
     "dataset": ("source",),
+    "entropy_coeff": ("entropy_coefficient",),
     "epsilon": ("clip",),
     "epsilon_high": ("clip_high",),
+    "experiment_name": ("name",),
     "file": ("source",),
     "gae_lambda": ("lam",),
     "gpu_memory_utilization": ("gpu_memory_fraction",),
@@ -31,6 +36,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "group_size": ("samples",),
     "init_kl_coef": ("kl_coefficient",),
     "kl_coef": ("kl_coefficient",),
+    "kl_loss_coef": ("kl_coefficient",),
     "lora_alpha": ("alpha",),
     "lr": ("learning_rate",),
     "lr_scheduler_type": ("schedule",),
@@ -42,19 +48,33 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_new_tokens", "max_model_tokens"),
     "model_name_or_path": ("name",),
     "n": ("samples",),
+    "n_gpus_per_node": ("devices",),
     "num_generations": ("samples",),
+    "num_iterations": ("epochs",),
     "num_mini_batches": ("minibatches",),
     "num_ppo_epochs": ("epochs",),
     "num_train_epochs": ("epochs",),
+    "optim": ("optimizer",),
+    "output_dir": ("runs",),
     "path": ("source",),
     "peft_config": ("adapter",),
+    "per_device_train_batch_size": ("prompts", "rows"),
+    "ppo_epochs": ("epochs",),
+    "ppo_max_token_len_per_gpu": ("micro_batch_tokens",),
     "r": ("rank",),
+    "report_to": ("track",),
+    "response_length": ("max_new_tokens",),
     "reward_fn": ("reward",),
     "reward_funcs": ("reward",),
     "rollout_n": ("samples",),
+    "run_name": ("name",),
+    "save_steps": ("save_every",),
     "target_modules": ("targets",),
+    "tensor_model_parallel_size": ("tensor_parallel_size",),
     "torch_dtype": ("dtype",),
+    "total_training_steps": ("total_steps",),
     "train_batch_size": ("prompts", "rows"),
+    "train_dataset": ("source",),
 }
 
 # Fields that users give to the wrong one of these.
@@ -65,23 +85,46 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {
     "Training": ("learning_rate", "weight_decay", "schedule", "warmup_steps", "zero_stage", "max_grad_norm",
                  "minibatches", "micro_batch_tokens", "activation_checkpointing"),
     "Generation": ("max_model_tokens", "kv_cache_gib", "gpu_memory_fraction", "max_rows", "tensor_parallel_size"),
+    "GRPO": ("prompts", "samples", "reward", "kl_coefficient", "clip", "clip_high", "dual_clip", "entropy_coefficient",
+             "epochs"),
+    "PPO": ("gamma", "lam", "value_clip"),
 }  # fmt: skip
+
+# What is done in another place -> how it is written there.
+ELSEWHERE: dict[str, str] = {
+    "fit": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
+    "generate": "lab.actor.generate_sequences(batch)",
+    "gradient_accumulation_steps": "wb.Training(minibatches=..., micro_batch_tokens=...)",
+    "load_checkpoint": "wb.restore(path)",
+    "max_steps": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
+    "restore": "wb.restore(path)",
+    "resume": "wb.open(..., resume=path)",
+    "resume_from_checkpoint": "wb.restore(path)",
+    "source": "wb.open(..., prompts=...)",
+    "step": "algorithm.step(), as in wb.PPO(lab).step()",
+    "train": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
+}
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
-    """A remedy for an unknown name: its synonym in `known`, the settings that have it, the name with the nearest
-    spelling, or one that begins so; else "".
+    """A remedy for an unknown name: its synonym in `known`, the settings or the algorithm that has it, where else it is
+    known, the name with the nearest spelling, or one that begins so; else "".
 
     written: how a name is shown in the message.
     """
-    names = list(known)
-    for other in SYNONYMS.get(name, ()):
-        if other in names:
+    names, others = list(known), SYNONYMS.get(name, ())
+    for other in others:
+        if other in names and not (other == "prompts" and "models" in names):  # of `wb.open` they are the data
             return f"write {written(other)}, its name here"
-    for other in (name, *SYNONYMS.get(name, ())):
+    for other in (name.removesuffix(suffix) for suffix in ("Trainer", "Config", "TrainerConfig")):
+        if other != name and other in names:
+            return f"write {written(other)}, its name here"
+    for other in (name, *others):
         for settings, fields in FIELDS_OF.items():
             if other in fields:
                 return f"it is a field of wb.{settings}: write wb.{settings}({other}=...)"
+    if elsewhere := next((ELSEWHERE[other] for other in (name, *others) if other in ELSEWHERE), ""):
+        return f"write {elsewhere}"
     begun = [other for other in names if len(name) > 2 and other.startswith(name)]
     near = difflib.get_close_matches(name, names, n=1) or begun
     return f"write {written(near[0])} (the nearest)" if near else ""

@@ -15,8 +15,9 @@ from workbench.engines.generation import make_generation_engine
 from workbench.errors import RewardError
 from workbench.errors.plain_text import shown
 from workbench.models import load_tokenizer
+from workbench.models.control_tokens import special_tokens
 from workbench.models.spec import Model
-from workbench.models.tokenizers import render_prompt, special_tokens
+from workbench.models.tokenizers import render_prompt
 from workbench.support.seeds import derive_seed, turn_seed
 from workbench.workers.worker import Context
 

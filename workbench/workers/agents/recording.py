@@ -18,6 +18,7 @@ from workbench.engines.generation import Ending, Response
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said as words
 from workbench.errors.plain_text import shown
+from workbench.models.control_tokens import as_text, encoded
 from workbench.models.tokenizers import render_prompt, render_reply
 from workbench.models.turn_messages import TurnReader, with_tools
 from workbench.settings.engines import Sampling
@@ -201,16 +202,14 @@ class Recording:
         if found is None:
             return _begun(request, self._prompt(request)), []
         segment, point = found
-        new = render_reply(self._tokenizer, messages[point.messages :], after=point.last)
+        new = render_reply(self._tokenizer, as_text(self._tokenizer, messages[point.messages :]), after=point.last)
         if point is segment.points[-1] and not segment.pending:
             return segment, new
         return _begun(request, segment.said.prompt_ids + segment.said.response_ids[: point.tokens] + new), []
 
     def _prompt(self, request: Request) -> list[int]:
-        if not request.tools:
-            return render_prompt(self._tokenizer, request.messages)
-        text = with_tools(self._tokenizer, request.messages, request.tools, None)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        messages, tools = as_text(self._tokenizer, (request.messages, request.tools))
+        return encoded(self._tokenizer, with_tools(self._tokenizer, messages, tools, None))
 
     def _continued(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...]

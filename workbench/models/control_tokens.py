@@ -1,0 +1,73 @@
+"""Control tokens in texts of data: `<|im_end|>` in a user's message is text, and no end of a turn.
+
+`as_text` puts a mark into each control token that a text spells, before the chat template writes the conversation;
+`encoded` tokenizes what stands between marks. So the only control tokens are those that the template writes, whatever
+the tokenizer does with special tokens, and decoding gives the text back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "\ufdd0"  # stands for no character
+_BEFORE = "\n"  # a piece is read behind it, since some tokenizers put a space before what begins a text
+_finders: WeakKeyDictionary[Any, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()  # with how many tokens there were
+
+Value = TypeVar("Value")
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Special tokens in the order of their ids, those without a role (repository name, reserved, ...) among them."""
+    added: Iterable[tuple[int, Any]] = sorted(tokenizer.added_tokens_decoder.items())
+    return [token.content for _, token in added if token.special]
+
+
+def _finder(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the first character of each control token."""
+    size, found = _finders.get(tokenizer, (-1, re.compile("")))
+    if size != len(tokenizer):
+        begun = dict[str, list[str]]()
+        for token in special_tokens(tokenizer):
+            begun.setdefault(token[0], []).append(re.escape(token[1:]))
+        found = re.compile("|".join(f"{re.escape(c)}(?={'|'.join(rest)})" for c, rest in begun.items()) or r"(?!)")
+        _finders[tokenizer] = len(tokenizer), found
+    return found
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
+    """A value of lists and mappings, with a mark in each control token that its texts spell."""
+    if isinstance(value, str):
+        return _finder(tokenizer).sub(rf"\g<0>{MARK}", value)  # type: ignore[return-value]
+    if isinstance(value, Mapping):
+        return {key: as_text(tokenizer, one) for key, one in value.items()}  # type: ignore[return-value]
+    return [as_text(tokenizer, one) for one in value] if isinstance(value, (list, tuple)) else value  # type: ignore[return-value]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text in which marks may stand. How long it may be, the caller knows."""
+    return [token for token, _, _ in placed(tokenizer, text, offsets=False)]
+
+
+def placed(tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = True) -> list[tuple[int, int, int]]:
+    """The tokens of a text in which marks may stand, each with where it begins and ends in the text without them."""
+
+    def read(text: str, at: int) -> list[tuple[int, int, int]]:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+        places = found["offset_mapping"] if offsets else [(0, 0)] * len(found["input_ids"])
+        return [(token, at + start, at + end) for token, (start, end) in zip(found["input_ids"], places, strict=True)]
+
+    first, *rest = text.split(MARK)
+    tokens, at = read(first, 0), len(first)
+    before = [token for token, _, _ in read(_BEFORE, 0)] if rest else []
+    for piece in filter(None, rest):
+        more = read(_BEFORE + piece, at - len(_BEFORE))
+        apart = [token for token, _, _ in more[: len(before)]] == before  # else one token has both
+        tokens += more[len(before) :] if apart else read(piece, at)
+        at += len(piece)
+    return tokens
