@@ -15,6 +15,7 @@ bare expressions that only use what these returned: they need a notebook around 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Collection, Sequence
 
 from workbench.errors import BadInput
@@ -36,8 +37,11 @@ OF_FRAMES = {
 NOTEBOOK_ONLY = {"panel", "strip", "export"}  # methods of a workbench that need a notebook around them
 OPENING = {"open", "attach", "restore"}
 DISPLAYS = ("IPython", "workbench.display")  # what is imported from these only shows something
-# Imports of these are left out where nothing in the script needs them.
-FOR_SHOWING = (*DISPLAYS, "ipywidgets", "matplotlib", "plotly", "seaborn", "workbench_widgets")
+# Imports of these register nothing, and are left out where nothing in the script needs them.
+QUIET = (
+    *DISPLAYS, "ipywidgets", "matplotlib", "numpy", "pandas", "plotly", "seaborn", "torch", "workbench_widgets",
+    *(sys.stdlib_module_names - {"__future__"}),
+)  # fmt: skip
 ANY_VALUE = (
     ast.Name | ast.Constant | ast.Attribute | ast.Subscript | ast.Slice | ast.Tuple | ast.List | ast.Dict | ast.UnaryOp
     | ast.BinOp | ast.BoolOp | ast.Compare | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
@@ -142,7 +146,7 @@ class Looking:
 
 
 def without_unread(statement: Statement, read: set[str]) -> Statement | None:
-    """An import without the names of `FOR_SHOWING` that nothing reads; None if there are no others."""
+    """An import without the names of `QUIET` that nothing reads; None if there are no others."""
     node = statement.node
     assert isinstance(node, ast.Import | ast.ImportFrom)
     module = getattr(node, "module", None)
@@ -150,7 +154,7 @@ def without_unread(statement: Statement, read: set[str]) -> Statement | None:
         alias
         for alias in node.names
         if (alias.asname or alias.name).partition(".")[0] in read
-        or not _is_of(module or alias.name, FOR_SHOWING)
+        or not _is_of(module or alias.name, QUIET)
         or alias.name == "*"
     ]
     if len(stays) == len(node.names):
