@@ -206,8 +206,14 @@ class Calls:
         else:
             if inspect.iscoroutine(value):
                 self._coroutines.add(invoke)
-                running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
-                running.add_done_callback(partial(self._closed, work, value))
+                with self._lock:  # of what was given up the loop may have ended
+                    under_way = self._open.get(work[0]) is work
+                    if under_way:
+                        running = asyncio.run_coroutine_threadsafe(self._awaited(work, value), self._loop)
+                if under_way:
+                    running.add_done_callback(partial(self._closed, work, value))
+                else:
+                    value.close()
             else:
                 self._coroutines.discard(invoke)
                 self._end(work, value)
@@ -268,7 +274,7 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._given = Surroundings.here()  # by the host
-        self._to_send: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[bytes, threading.Lock]] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
         self._unloadable: dict[str, Error] = {}
@@ -351,11 +357,12 @@ class Server:
             packed, sent = self._to_send.get()
             with contextlib.suppress(OSError):  # the host is gone, and this process ends with it
                 self._connection.sendall(HEAD.pack(len(packed)) + packed)
-            sent.set()
+            sent.release()
 
     def tell(self, name: str, *rest: Any) -> None:
         """Send a message to the host, and wait until it is sent: the call may end this process. A thread sends it, so
-        that a handler of signals in the main thread neither cuts a message nor waits for itself."""
+        that a handler of signals in the main thread neither cuts a message nor waits for itself; and a bare lock says
+        so, since what such a handler raises may leave an event locked."""
         try:
             if name == "raised":
                 i, error = rest
@@ -369,8 +376,9 @@ class Server:
             packed = pickle.dumps(("raised", rest[0], _sent(error)))
         if self._connection.fileno() < 0:  # a child that the function forked returned from the call
             os._exit(0)
-        self._to_send.put((packed, sent := threading.Event()))
-        sent.wait()
+        (sent := threading.Lock()).acquire()
+        self._to_send.put((packed, sent))
+        sent.acquire()
 
     def _leave(self) -> None:
         """In a child that the function has forked: what it prints goes where this process's output goes."""
