@@ -134,6 +134,8 @@ def test_metrics_are_found_and_chosen(lab: wb.Workbench, view: Metrics) -> None:
 def test_a_point_leads_to_the_samples(lab: wb.Workbench, view: Metrics) -> None:
     turned: list[Any] = []
     view.turn = lambda name, **given: turned.append((name, given))
+    while lab.iteration < 2:
+        wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=4)).run(1)
     view.depends_on()
     view.on_look(1.0)
     view.on_iteration("2")
