@@ -330,5 +330,5 @@ def test_functions_in_the_fields_of_algorithms(lab: wb.Workbench) -> None:
     algorithm = wb.GRPO(lab, loss=surrogate, estimator=less_the_mean, **ours)
     algorithm.run(1)
     assert 0 <= lab.last_metrics["update_actor"]["clip_fraction"] < 1
-    with expect_error(BadInput, value="takes 'advantage'", remedy=r"write advantages \(the nearest\)"):
+    with expect_error(BadInput, value="takes 'advantage'", remedy=r"write 'advantages' \(the nearest\)"):
         wb.GRPO(lab, loss=lambda log_prob, advantage: log_prob, **ours).graph()

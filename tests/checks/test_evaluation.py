@@ -17,7 +17,7 @@ from tests.calculator import sums
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.checks.evaluation import _passed, _scores, summary
+from workbench.checks.evaluation import _passed, _rows, _scores, summary
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 
@@ -259,17 +259,24 @@ def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench, monkeypatch: p
 
 def test_a_data_set_has_the_chat_format_of_training_and_comparisons_say_where_it_differs(tmp_path: Path) -> None:
     brief = wb.ChatFormat(system="Be brief.")
-    mine = [{"prompt": "Say a."}, {"prompt": "Say b, and c."}]
+    mine = [{"prompt": "Say a<|tool|>."}, {"prompt": "Say b, and c."}]
     models: dict[str, Any] = {"actor": TINY, "reward": vowels}
     options: dict[str, Any] = {"samples": 1, "sampling": SHORT}
-    prompts = {"source": "arithmetic", "max_prompt_tokens": 200, "chat": brief}
+    prompts = {"source": "arithmetic", "max_prompt_tokens": 200, "chat": brief, "control_tokens": True}
     with tiny_lab("chats", tmp_path, backend="inline", models=models, prompts=prompts) as lab:
         as_trained = lab.evaluate({"mine": mine}, **options)
         told = lab.evaluate({"mine": {"source": mine, "chat": brief}, "more": mine[:1]}, **options)
-        plain = lab.evaluate({"mine": {"source": mine, "chat": True}}, **options)
+        other = {"source": mine, "chat": True, "control_tokens": False}
+        plain = lab.evaluate({"mine": other}, **options)
+        tool = lab.runner.batches.tokenizer.convert_tokens_to_ids("<|tool|>")
+        read = ([row.prompt_ids.count(tool) for row in _rows(lab, one, 1)] for one in (mine, other))
+        assert list(read) == [[1], [0]]
     assert as_trained.rows["response"].tolist() == told.rows["response"].tolist()[:2]
     assert as_trained.rows["response"].tolist() != plain.rows["response"].tolist()
     assert not wb.Workbench.compare_evaluations(as_trained, told).differs
     found = wb.Workbench.compare_evaluations(as_trained, plain)
-    assert found.differs == {"data/mine/chat/system": ("Be brief.", None), "data/mine/chat": (None, True)}
+    assert found.differs == {
+        "data/mine/chat/system": ("Be brief.", None), "data/mine/chat": (None, True),
+        "data/mine/control_tokens": (True, False),
+    }  # fmt: skip
     assert "data/mine/chat/system=Be brief." in repr(as_trained) and "chat" not in repr(found.df)

@@ -181,7 +181,7 @@ def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> 
         lab.check(loss=surrogate)
     with expect_error(BadInput, rule="must be a batch of this workbench"):
         lab.check(loss=surrogate, batch=3)
-    with expect_error(BadInput, value="takes 'advantage'", remedy="write advantages"):
+    with expect_error(BadInput, value="takes 'advantage'", remedy="write 'advantages'"):
         lab.check(loss=lambda log_prob, advantage: log_prob, batch=batch)
     with expect_error(UnknownColumn, value="ref_log_prob"):
         lab.check(loss=lambda log_prob, ref_log_prob: log_prob, batch=batch)

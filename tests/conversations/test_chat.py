@@ -311,6 +311,8 @@ def test_arguments(lab: wb.Workbench, chat: Chat) -> None:
         chat.fork(2, at=2)
     with expect_error(BadInput, rule="must be a text, or messages"):
         chat.edit(0, answer=3)
+    chat.edit(0, answer=[{"role": "user", "content": "<|user|>"}])
+    assert chat.path[0].answer.count("<|user|>") == 2 and chat.path[0].answer_ids.count(4) == 1  # the template's
     with expect_error(BadInput, rule="no half characters"):
         chat.edit(0, answer=[{"role": "us\ud800er", "content": "a"}])
     for wrong in ({"text": "\ud800"}, {"answer": "\ud800"}):

@@ -119,6 +119,9 @@ def test_imports_are_sorted_and_those_for_looking_go() -> None:
     assert head == [
         "import os", "from math import pi", "import plugin", "from plotly import io", "import workbench as wb",
     ]  # fmt: skip
+    texts = "import json, time\nfrom typing import Any\ndef f(x: 'Any') -> 'time.struct_time | None':\n    'json'"
+    script = script_of(page(IMPORT, texts, "print(f(1))")).text  # what reads annotations looks such names up
+    assert "import time\nfrom typing import Any" in script and "import json" not in script
 
 
 def test_a_script_without_options_says_which_it_could_have() -> None:

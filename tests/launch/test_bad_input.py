@@ -29,6 +29,7 @@ OPENINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": FOUR, "beta": 0.1}, BadInput, r"write wb\.GRPO\(kl_coefficient=\.\.\.\)"),
     ({"models": FOUR, "num_generations": 4}, BadInput, r"write wb\.GRPO\(samples=\.\.\.\)"),
     ({"models": FOUR, "batch_size": 4}, BadInput, r"write wb\.GRPO\(prompts=\.\.\.\)"),
+    ({"models": FOUR, "source": ["1+1="]}, BadInput, r"write wb\.open\(\.\.\., prompts=\.\.\.\)"),
     ({"models": FOUR, "dataset": ["1+1="]}, BadInput, r"write wb\.open\(\.\.\., prompts=\.\.\.\)"),
     ({"models": FOUR, "max_completion_length": 8}, BadInput, r"write wb\.Sampling\(max_new_tokens=\.\.\.\)"),
     ({"models": {"reward": vowels}}, BadInput, "all of them functions.*declare an actor"),
@@ -189,7 +190,7 @@ def test_a_reward_function_that_asks_for_what_no_row_has(lab: wb.Workbench, batc
     algorithm.insert(with_truth, after="generate_sequences")  # a column that another stage brings
     assert len(algorithm.run(1)) == 1
     near = lambda prompt, response, answr: 0.0  # noqa: E731
-    with expect_error(BadInput, value="takes 'answr'", remedy=r"write answer \(the nearest\)"):
+    with expect_error(BadInput, value="takes 'answr'", remedy=r"write 'answer' \(the nearest\)"):
         lab.reward.compute_reward(batch, function=near)
 
 
@@ -266,6 +267,10 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
     for named, name in ((lab, "restore"), (wb, "load_checkpoint")):
         with pytest.raises(AttributeError, match=r"write wb\.restore\(path\)"):
             getattr(named, name)
+    with expect_error(UnknownColumn, remedy=r"write 'prompt' \(the nearest\)"):
+        lab.prompts.next(1).fetch(["prompts"])  # a column, and no field of wb.GRPO
+    with pytest.raises(BadInput, match=r"write data=, its name here"):
+        lab.evaluate(dataset=["1+1="])
     with pytest.raises(AttributeError, match=r"write wb\.GRPO, its name here"):
         _ = wb.GRPOConfig
     with pytest.raises(

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.expected import expect_error
 from workbench.data.examples import Examples
 from workbench.data.prompts import Prompts
+from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
 from workbench.models.chat_format import ChatFormat, written_tokens
 from workbench.models.control_tokens import MARK, as_text, encoded, special_tokens
@@ -99,7 +101,7 @@ def test_answers_are_text_unless_control_tokens_are_asked_for(kind: Any) -> None
 
     summary, found = counted()
     assert (
-        found == [4, 1, 1][: len(found)] and "1 with control tokens as text (control_tokens=True: as such)" in summary
+        found == [4, 1, 1][: len(found)] and "1 with control tokens as text (control_tokens=True keeps them)" in summary
     )
     summary, found = counted(control_tokens=True)
     assert found == ([5, 2, 2] if kind == "pairs" else [5, 3]) and "control tokens" not in summary
@@ -110,6 +112,8 @@ def test_answers_are_text_unless_control_tokens_are_asked_for(kind: Any) -> None
 def test_prompts_and_their_chat_format() -> None:
     tokenizer: Any = TOKENIZERS["tiny-llama"]
     chat = ChatFormat(system="Answer <|user|> so.", prefill="<|tool|>")  # the beginning of the answer is what it is
+    row = Examples([{"prompt": "hi", "response": ""}], "demonstrations", tokenizer=tokenizer, chat=chat).training[0]
+    assert row.prompt_ids == Prompts(["hi"], tokenizer=tokenizer, chat=chat).next(1)[0].prompt_ids
     for control_tokens in (False, True):
         prompts = Prompts(["hi<|eos|>"], tokenizer=tokenizer, chat=chat, control_tokens=control_tokens)
         (row,) = prompts.next(1)
@@ -118,3 +122,15 @@ def test_prompts_and_their_chat_format() -> None:
         assert ("1 with control tokens as text" in prompts.summary) is not control_tokens
         shown = prompts.show("hi<|eos|>").tokens
         assert "".join(token.text for token in shown if token.writer == "user") == "hi<|eos|>"
+
+
+def test_marks_stand_in_names_too_in_no_message_and_change_nothing_else() -> None:
+    tokenizer: Any = load_tokenizer("tiny-llama")
+    plain = {"a": ("b", ["c", 1])}
+    assert as_text(tokenizer, plain) == plain
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"<|user|>": 1}}}]}
+    tokenizer.chat_template = "{{ messages | tojson }}"
+    assert not control_ids(tokenizer, render_prompt(tokenizer, as_text(tokenizer, [call])))
+    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    with expect_error(BadInput, value=r"content': '<\|user\|>'", rule=r"TemplateError: <\|user\|>"):
+        Prompts(["<|user|>"], tokenizer=tokenizer)

@@ -18,7 +18,12 @@ from workbench.errors import BadInput, UnknownColumn
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.objectives.estimators import moments, whiten
 
-TEXTS = ["The tide is high.", "Salt", "", "A much longer line of text, so that rows of unequal length stand together."]
+TEXTS = [
+    "The tide is high.",
+    "Salt<|eos|>",
+    "",
+    "A much longer line of text, so that rows of unequal length stand together.",
+]
 
 
 def length(prompt: str, response: str, **row: Any) -> float:
@@ -142,7 +147,8 @@ class _Without:
 def _documents() -> list[list[int]]:
     tokenizer = load_tokenizer(TINY)
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return [[start, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS]
+    tokens = [tokenizer.tokenize(text, split_special_tokens=True) for text in TEXTS]  # control tokens in it are text
+    return [[start, *tokenizer.convert_tokens_to_ids(row), tokenizer.eos_token_id] for row in tokens]
 
 
 def test_pretraining_loss_is_transformers_own(lab: wb.Workbench) -> None:

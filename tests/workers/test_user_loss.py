@@ -146,10 +146,10 @@ def test_what_it_is_given(lab: wb.Workbench) -> None:
 def test_a_parameter_that_nothing_has(lab: wb.Workbench) -> None:
     with pytest.raises(
         BadInput,
-        match=r"takes 'logprob'. .*log_prob, entropy, logits, hidden_states, mask, .* write log_prob \(the nearest\)",
+        match=r"takes 'logprob'. .*log_prob, entropy, logits, hidden_states, mask, .* write 'log_prob' \(the nearest\)",
     ):
         updated(lab, loss=lambda log_prob, logprob: log_prob)
-    with expect_error(BadInput, value="takes 'adv'", remedy=r"write advantages \(the nearest\)"):
+    with expect_error(BadInput, value="takes 'adv'", remedy=r"write 'advantages' \(the nearest\)"):
         updated(lab, loss=lambda log_prob, adv: log_prob)
     with expect_error(UnknownColumn, value="reads column 'token_rewards'"):
         updated(lab, loss=lambda log_prob, token_rewards: log_prob)

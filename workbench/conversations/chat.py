@@ -149,7 +149,8 @@ class Chat:
 
         turn: its place in the branch, from 0. text: of the policy, in place of the turn's; the token that ends a turn
         is added unless the text ends with one of the stop strings. The environment answers it. answer: what the policy
-        reads in place of the environment's answer, a text or messages; the environment does not know of it.
+        reads in place of the environment's answer: a text, or messages, in which control tokens are text. The
+        environment does not know of it.
         """
         path = self.path
         if turn >= len(path):

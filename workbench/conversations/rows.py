@@ -21,6 +21,7 @@ from workbench.data.prompts import Prompts
 from workbench.data.user_functions import are_messages
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.models.control_tokens import as_text
 from workbench.models.tokenizers import is_text, render_reply, turn_end
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import derive_seed
@@ -141,7 +142,7 @@ def as_answer(tokenizer: PreTrainedTokenizerBase, answer: Any, turn: Turn) -> li
     if not are_messages(answer):
         rule = "messages have a role and a content, and no half characters"
         raise BadInput(f"answer={shown(answer)}", rule, "answer=[{'role': 'tool', 'content': '= 42'}]")
-    return render_reply(tokenizer, answer, after=turn.token_ids[-1])
+    return render_reply(tokenizer, as_text(tokenizer, answer), after=turn.token_ids[-1])
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -315,9 +315,8 @@ class Environments:
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
         """The prompt of a conversation that begins with messages."""
         with self._as_failure("reset", row):
-            tools = () if self._shown else self._tools
-            text = with_tools(self._tokenizer, self._said(messages), tools, self._form)
-            prompt_ids = encoded(self._tokenizer, text)
+            said, tools = self._said((messages, [] if self._shown else self._tools))
+            prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, said, tools, self._form))
         if len(prompt_ids) < self._max_model_tokens:
             return Reply(prompt_ids=prompt_ids)
         raise self._error(

@@ -75,8 +75,8 @@ class Examples(EpochRows[Tokenized]):
     chat: whether texts go through the chat template, or a `wb.ChatFormat(...)`, with which they do; None: if the
         tokenizer has one. A prompt in the form of HH-RLHF ("\\n\\nHuman: ...\\n\\nAssistant:") then becomes messages.
 
-    control_tokens: whether control tokens that a text spells, such as "<|im_end|>", are such; None: with chat=False.
-        Else they are text, and `spelling` counts the rows that have some.
+    control_tokens: whether "<|im_end|>" and the like in a row are control tokens; None: only with chat=False, for texts
+        that a template has written already. Else they are text, and `with_control_tokens` counts such rows.
     bad_rows: "error": a row of another kind raises `BadInput`; "skip": it is left out, and `skipped` lists its
         place and the reason.
 
@@ -103,7 +103,7 @@ class Examples(EpochRows[Tokenized]):
         check_chat(chat, tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.control_tokens = chat is False if control_tokens is None else control_tokens
-        self.dropped = self.cut = self.equal = self.spelling = 0
+        self.dropped = self.cut = self.equal = self.with_control_tokens = 0
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         self._turn_end = turn_end(tokenizer)
         rows = read_rows(source, bad_rows=bad_rows)
@@ -157,7 +157,7 @@ class Examples(EpochRows[Tokenized]):
         """One line on what came of the source, such as "1588 pairs, 200 held out, 12 over 512 tokens dropped"."""
         told = [f"{len(self.training)} {self.kind}"]
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
-        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.spelling)
+        told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.with_control_tokens)
         told += [f"{self.equal} with equal answers dropped"] if self.equal else []
         return ", ".join(told)
 
@@ -209,12 +209,14 @@ class Examples(EpochRows[Tokenized]):
         if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
             prompt, answers = turns, tuple(answer.removeprefix(" ") for answer in answers)
         if chat:
-            begun = chat.prefill if isinstance(chat, ChatFormat) else ""
+            begun = ""
+            if isinstance(chat, ChatFormat):
+                prompt, begun = chat.messages(prompt), chat.prefill
             answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
         if not self.control_tokens:
             given, (prompt, answers) = (prompt, answers), as_text(tokenizer, (prompt, answers))
-            self.spelling += given != (prompt, tuple(answers))
+            self.with_control_tokens += given != (prompt, answers)
         ids = [encoded(tokenizer, answer) for answer in answers]
         # a text that was rendered before may have its end already
         ends = () if chat else (end, self._turn_end)

@@ -123,11 +123,8 @@ def asked(rubric: str, row: Mapping[str, Any], special: Sequence[str] = ()) -> s
         filled = i % 2 and part[1:-1] in row
         part = str(row[part[1:-1]]) if filled else part
         text, own = text + part, own + [not filled] * len(part)
-    tokens = re.compile("|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)")
-    place = 0
-    while found := tokens.search(text, place):
-        place = found.start() + 1
-        if not all(own[found.start() : found.end()]):
-            text, own = f"{text[:place]}{MARK}{text[place:]}", [*own[:place], False, *own[place:]]
-            place += 1
+    tokens = "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)"
+    for start, end in reversed([found.span(1) for found in re.finditer(f"(?=({tokens}))", text)]):
+        if not all(own[start:end]):
+            text = f"{text[: start + 1]}{MARK}{text[start + 1 :]}"
     return text

@@ -114,8 +114,8 @@ class PromptRow:
 class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
-    dropped, cut: how many rows were too long. spelling: those with control tokens that are read as text. skipped: those
-    that are no prompts. read_as: see `Rows`.
+    dropped, cut: how many rows were too long. with_control_tokens: how many have control tokens that are read as text.
+    skipped: those that are no prompts. read_as: see `Rows`.
     """
 
     @checked_call("prompts")
@@ -127,7 +127,7 @@ class PromptReader(ABC):
     ) -> None:  # fmt: skip
         check_chat(chat, tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
-        self.dropped = self.cut = self.spelling = 0
+        self.dropped = self.cut = self.with_control_tokens = 0
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
@@ -156,7 +156,8 @@ class PromptReader(ABC):
 
     def counts(self) -> list[str]:
         """How many rows were cut, dropped and skipped."""
-        return counts(f"over {self.max_prompt_tokens} tokens", self.cut, self.dropped, self.skipped, self.spelling)
+        over = f"over {self.max_prompt_tokens} tokens"
+        return counts(over, self.cut, self.dropped, self.skipped, self.with_control_tokens)
 
     def told(self, many: str, place: str) -> str:
         """The repr of prompts. many: how many there are; place: where they stand."""
@@ -197,7 +198,7 @@ class PromptReader(ABC):
                 f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         ids = self.render(conversation)
-        self.spelling += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
+        self.with_control_tokens += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:
             return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
         if self.overlong == "error":

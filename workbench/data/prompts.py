@@ -106,8 +106,8 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         "error" raises `BadInput`.
     chat: whether a text goes through the chat template; None: if the tokenizer has one. Messages always do. A
         `wb.ChatFormat(...)` adds a system prompt, tools, arguments of the template, the beginning of the answer.
-    control_tokens: whether control tokens that a row spells, such as "<|im_end|>", are such; None: with chat=False, as
-        in prompts that a template has written already. Else they are text; `spelling` counts the rows that have some.
+    control_tokens: whether "<|im_end|>" and the like in a row are control tokens; None: only with chat=False, for
+        prompts that a template has written already. Else they are text, and `with_control_tokens` counts such rows.
     bad_rows: "error": a row that is no prompt raises `BadInput`; "skip": it is left out, and `skipped` lists its number
         and the reason.
 

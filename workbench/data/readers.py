@@ -54,12 +54,12 @@ class Skipped(list[str]):
             self.append(f"{error.value}: {error.rule}" if error.rule else str(error.value))
 
 
-def counts(over: str, cut: int, dropped: int, skipped: Skipped, spelling: int) -> list[str]:
-    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words. spelling:
-    how many spell control tokens, which are read as text."""
+def counts(over: str, cut: int, dropped: int, skipped: Skipped, as_text: int) -> list[str]:
+    """How many rows were cut, dropped and skipped, for a summary. over: what they were longer than, in words. as_text:
+    how many have control tokens that are read as text."""
     told = [f"{number} {over} {word}" for number, word in ((cut, "cut"), (dropped, "dropped")) if number]
     told = [*(told or [f"none {over}"]), *[f"{skipped.total} bad skipped"] * bool(skipped)]
-    return [*told, *[f"{spelling} with control tokens as text (control_tokens=True: as such)"] * bool(spelling)]
+    return [*told, *[f"{as_text} with control tokens as text (control_tokens=True keeps them)"] * bool(as_text)]
 
 
 class Rows(list[Row]):

@@ -67,7 +67,7 @@ def check_parameters(function: RewardFunction, given: Sequence[str]) -> None:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in (parameters_of(function) or {}).values():
         if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in given:
-            near = meant(parameter.name, given, str)
+            near = meant(parameter.name, given, repr)
             raise BadInput(
                 f"reward function {name_of(function)} takes {parameter.name!r}",
                 f"it is called with what a row has, by name: {', '.join(given)}",

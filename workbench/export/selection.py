@@ -15,6 +15,7 @@ bare expressions that only use what these returned: they need a notebook around 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Collection, Sequence
 
@@ -163,6 +164,13 @@ def without_unread(statement: Statement, read: set[str]) -> Statement | None:
     return statement.with_text(ast.unparse(left)) if stays else None
 
 
+def _annotating(node: ast.AST) -> set[str]:
+    """The names in annotations that are texts."""
+    annotations = [getattr(one, field, None) for one in ast.walk(node) for field in ("annotation", "returns")]
+    texts = [one.value for part in annotations if part for one in ast.walk(part) if isinstance(one, ast.Constant)]
+    return {name for text in texts if isinstance(text, str) for name in re.findall(r"\w+", text)}
+
+
 def _root(node: ast.AST) -> str | None:
     """The name that a chain of calls, attributes and subscripts begins with."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
@@ -222,7 +230,7 @@ def select(statements: Sequence[Statement], parameters: Collection[str]) -> list
     """Those of the script, in order. `BadInput` names the cell that needs a name which nothing before it makes."""
     looking = Looking(statements)
     kept = [left for statement in statements if (left := looking.without_displays(statement)) is not None]
-    read = {name for statement in kept for name in statement.names.needs}
+    read = {name for statement in kept for name in (*statement.names.needs, *_annotating(statement.node))}
     trimmed = [without_unread(statement, read) if statement.is_import else statement for statement in kept]
     chosen = [statement for statement in trimmed if statement is not None]
     _refuse_other_scopes(chosen)

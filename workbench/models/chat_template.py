@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said, shown
+from workbench.models.control_tokens import unmarked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,13 +100,13 @@ def rendered(
             )
     except TooLong:
         raise BadInput(
-            f"the chat template of {name!r} took more than {TIMEOUT_S:g} s for {shown(messages, 80)}",
+            f"the chat template of {name!r} took more than {TIMEOUT_S:g} s for {unmarked(shown(messages, 80))}",
             "a template writes a conversation in less than a millisecond",
             "look at chat_template in the model's folder: it may loop; or set tokenizer.chat_template",
         ) from None
     except Exception as error:  # templates raise what they like
-        words = f"{type(error).__name__}: {said(error, 400)}"
+        words = f"{type(error).__name__}: {unmarked(said(error, 400))}"
         raise BadInput(
-            f"messages {shown(messages, 80)}", f"the chat template of {name!r} refuses them: {words}",
+            f"messages {unmarked(shown(messages, 80))}", f"the chat template of {name!r} refuses them: {words}",
             "write them as the template asks for, or set tokenizer.chat_template",
         ) from error  # fmt: skip

@@ -41,25 +41,39 @@ def _finder(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Value) -> Value:
-    """A value of lists and mappings, with a mark in each control token that its texts spell."""
-    if isinstance(value, str):
-        return _finder(tokenizer).sub(rf"\g<0>{MARK}", value)  # type: ignore[return-value]
-    if isinstance(value, Mapping):
-        return {key: as_text(tokenizer, one) for key, one in value.items()}  # type: ignore[return-value]
-    return [as_text(tokenizer, one) for one in value] if isinstance(value, (list, tuple)) else value  # type: ignore[return-value]
+    """A value of lists and mappings, with a mark in each control token that its texts spell, names in mappings too."""
+    finder = _finder(tokenizer)
+
+    def marked(one: Any) -> Any:
+        if isinstance(one, str):
+            return finder.sub(rf"\g<0>{MARK}", one) if finder.search(one) else one
+        if isinstance(one, Mapping):
+            return {marked(key): marked(part) for key, part in one.items()}
+        if isinstance(one, (list, tuple)):
+            return (tuple if isinstance(one, tuple) else list)(map(marked, one))
+        return one
+
+    return marked(value)
+
+
+def unmarked(message: str) -> str:
+    """A message without marks, also as Python writes them in quotes."""
+    return message.replace(MARK, "").replace(ascii(MARK)[1:-1], "")
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text in which marks may stand. How long it may be, the caller knows."""
-    return [token for token, _, _ in placed(tokenizer, text, offsets=False)]
+    if MARK not in text:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return [token for token, _, _ in placed(tokenizer, text)]
 
 
-def placed(tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = True) -> list[tuple[int, int, int]]:
+def placed(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int, int]]:
     """The tokens of a text in which marks may stand, each with where it begins and ends in the text without them."""
 
     def read(text: str, at: int) -> list[tuple[int, int, int]]:
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
-        places = found["offset_mapping"] if offsets else [(0, 0)] * len(found["input_ids"])
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+        places = found.get("offset_mapping") or [(0, 0)] * len(found["input_ids"])
         return [(token, at + start, at + end) for token, (start, end) in zip(found["input_ids"], places, strict=True)]
 
     first, *rest = text.split(MARK)

@@ -96,7 +96,7 @@ def render_prompt(
 
     prompt: a text, or messages such as [{"role": "user", "content": "Hi"}], which need a chat template.
     chat: whether a text goes through the chat template as a user's message; None: if the tokenizer has a template. A
-    `ChatFormat` says what more it is given. Control tokens that a text spells are such, but for marks of `as_text`.
+    `ChatFormat` says what more it is given. Control tokens in a text count, unless `as_text` has marked them.
     """
     is_text = isinstance(prompt, str)
     if not prompt:

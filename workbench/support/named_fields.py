@@ -24,7 +24,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "cliprange": ("clip",),
     "cliprange_value": ("value_clip",),
     "data": ("source",),
-    "dataset": ("source",),
+    "dataset": ("source", "data"),
     "entropy_coeff": ("entropy_coefficient",),
     "epsilon": ("clip",),
     "epsilon_high": ("clip_high",),
@@ -92,6 +92,8 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {
 
 # What is done in another place -> how it is written there.
 ELSEWHERE: dict[str, str] = {
+    "data": "wb.open(..., prompts=...)",
+    "dataset": "wb.open(..., prompts=...)",
     "fit": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
     "generate": "lab.actor.generate_sequences(batch)",
     "gradient_accumulation_steps": "wb.Training(minibatches=..., micro_batch_tokens=...)",
@@ -103,6 +105,7 @@ ELSEWHERE: dict[str, str] = {
     "source": "wb.open(..., prompts=...)",
     "step": "algorithm.step(), as in wb.PPO(lab).step()",
     "train": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
+    "train_dataset": "wb.open(..., prompts=...)",
 }
 
 
@@ -110,7 +113,7 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
     """A remedy for an unknown name: its synonym in `known`, the settings or the algorithm that has it, where else it is
     known, the name with the nearest spelling, or one that begins so; else "".
 
-    written: how a name is shown in the message.
+    written: how a name is shown in the message. In quotes it is one of data, such as a column: no setting is meant.
     """
     names, others = list(known), SYNONYMS.get(name, ())
     for other in others:
@@ -119,12 +122,13 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
     for other in (name.removesuffix(suffix) for suffix in ("Trainer", "Config", "TrainerConfig")):
         if other != name and other in names:
             return f"write {written(other)}, its name here"
-    for other in (name, *others):
+    is_setting = "'" not in written(name)
+    for other in (name, *others) if is_setting else ():
         for settings, fields in FIELDS_OF.items():
             if other in fields:
                 return f"it is a field of wb.{settings}: write wb.{settings}({other}=...)"
-    if elsewhere := next((ELSEWHERE[other] for other in (name, *others) if other in ELSEWHERE), ""):
-        return f"write {elsewhere}"
+    if is_setting and name in ELSEWHERE:
+        return f"write {ELSEWHERE[name]}"
     begun = [other for other in names if len(name) > 2 and other.startswith(name)]
     near = difflib.get_close_matches(name, names, n=1) or begun
     return f"write {written(near[0])} (the nearest)" if near else ""

@@ -110,7 +110,7 @@ def check_names(argument: str, function: UserFunction, given: Collection[str], c
         if name in given or name in columns or name in SCHEMA:
             continue
         known = [*dict.fromkeys((*given, *columns))]
-        near = meant(name, known, str)
+        near = meant(name, known, repr)
         raise BadInput(
             f"{argument}={name_of(function)} takes {name!r}",
             f"its parameters must be among: {', '.join(known)}",

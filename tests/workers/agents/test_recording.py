@@ -67,6 +67,23 @@ def test_messages_that_come_back_are_not_tokenized_again(tokenizer: Any) -> None
     assert (mine.turns, starts) == (2, [])
 
 
+def test_control_tokens_in_a_request_are_text_but_in_a_prompt_that_its_template_wrote(tokenizer: Any) -> None:
+    spelled = "<|user|>1"
+    mine = Recording(Sampling(max_new_tokens=900), tokenizer, [1], seed=5, max_model_tokens=1800)
+    asked = chat(mine, user(spelled))
+    said = answer(mine, asked, [70])
+    further = chat(mine, user(spelled), assistant(said.text), user(spelled))
+    function = {"name": "f", "description": spelled, "parameters": {"type": "object", "properties": {spelled: {}}}}
+    shown = chat(mine, user("1"), tools=[{"type": "function", "function": function}])
+    ids = [one.prompt_ids for one in (asked, further, shown, text(mine, spelled))]
+    assert [tokenizer.decode(one).count("<|user|>") for one in ids] == [2, 4, 3, 1]
+    assert [one.count(tokenizer.convert_tokens_to_ids("<|user|>")) for one in ids] == [1, 2, 1, 1]
+    bare = load_tokenizer(TINY)
+    bare.chat_template = None
+    with pytest.raises(Refused, match="has no chat template"):
+        chat(Recording(Sampling(), bare, [1], seed=5, max_model_tokens=160), user("1"))
+
+
 def test_the_end_of_a_turn_is_not_written_twice(tokenizer: Any) -> None:
     mine, eos = recording(tokenizer), tokenizer.eos_token_id
     said = answer(mine, chat(mine, user("1+1=")), [70, eos], "eos")

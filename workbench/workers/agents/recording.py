@@ -209,6 +209,8 @@ class Recording:
 
     def _prompt(self, request: Request) -> list[int]:
         messages, tools = as_text(self._tokenizer, (request.messages, request.tools))
+        if not tools:
+            return render_prompt(self._tokenizer, messages)
         return encoded(self._tokenizer, with_tools(self._tokenizer, messages, tools, None))
 
     def _continued(
