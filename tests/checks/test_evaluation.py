@@ -268,7 +268,7 @@ def test_a_data_set_has_the_chat_format_of_training_and_comparisons_say_where_it
         told = lab.evaluate({"mine": {"source": mine, "chat": brief}, "more": mine[:1]}, **options)
         other = {"source": mine, "chat": True, "control_tokens": False}
         plain = lab.evaluate({"mine": other}, **options)
-        tool = lab.runner.batches.tokenizer.convert_tokens_to_ids("<|tool|>")
+        tool: Any = lab.runner.batches.tokenizer.convert_tokens_to_ids("<|tool|>")
         read = ([row.prompt_ids.count(tool) for row in _rows(lab, one, 1)] for one in (mine, other))
         assert list(read) == [[1], [0]]
     assert as_trained.rows["response"].tolist() == told.rows["response"].tolist()[:2]

@@ -270,7 +270,7 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
     with expect_error(UnknownColumn, remedy=r"write 'prompt' \(the nearest\)"):
         lab.prompts.next(1).fetch(["prompts"])  # a column, and no field of wb.GRPO
     with pytest.raises(BadInput, match=r"write data=, its name here"):
-        lab.evaluate(dataset=["1+1="])
+        lab.evaluate(dataset=["1+1="])  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match=r"write wb\.GRPO, its name here"):
         _ = wb.GRPOConfig
     with pytest.raises(

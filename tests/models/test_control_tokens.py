@@ -112,8 +112,8 @@ def test_answers_are_text_unless_control_tokens_are_asked_for(kind: Any) -> None
 def test_prompts_and_their_chat_format() -> None:
     tokenizer: Any = TOKENIZERS["tiny-llama"]
     chat = ChatFormat(system="Answer <|user|> so.", prefill="<|tool|>")  # the beginning of the answer is what it is
-    row = Examples([{"prompt": "hi", "response": ""}], "demonstrations", tokenizer=tokenizer, chat=chat).training[0]
-    assert row.prompt_ids == Prompts(["hi"], tokenizer=tokenizer, chat=chat).next(1)[0].prompt_ids
+    (pair,) = Examples([{"prompt": "hi", "response": ""}], "demonstrations", tokenizer=tokenizer, chat=chat).training
+    assert pair.prompt_ids == Prompts(["hi"], tokenizer=tokenizer, chat=chat).next(1)[0].prompt_ids
     for control_tokens in (False, True):
         prompts = Prompts(["hi<|eos|>"], tokenizer=tokenizer, chat=chat, control_tokens=control_tokens)
         (row,) = prompts.next(1)

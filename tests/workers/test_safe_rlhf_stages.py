@@ -145,7 +145,7 @@ class _Without:
 
 
 def _documents() -> list[list[int]]:
-    tokenizer = load_tokenizer(TINY)
+    tokenizer: Any = load_tokenizer(TINY)
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     tokens = [tokenizer.tokenize(text, split_special_tokens=True) for text in TEXTS]  # control tokens in it are text
     return [[start, *tokenizer.convert_tokens_to_ids(row), tokenizer.eos_token_id] for row in tokens]

@@ -133,7 +133,7 @@ def test_what_it_may_not_return(lab: wb.Workbench, function: Any, said: str) -> 
 
 
 def test_what_it_may_not_ask_for(lab: wb.Workbench) -> None:
-    with pytest.raises(BadInput, match=r"takes 'reward'\. .*rewards, token_rewards, mask, group.* write rewards"):
+    with pytest.raises(BadInput, match=r"takes 'reward'\. .*rewards, token_rewards, mask, group.* write 'rewards'"):
         lab.compute_advantages(lab.put(table()), estimator=lambda reward: reward)
     batch = lab.put({name: values for name, values in table().items() if name != "prompt_uid"})
     with expect_error(UnknownColumn, value="prompt_uid"):
