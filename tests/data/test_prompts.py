@@ -240,3 +240,4 @@ def test_reprs_are_short_escaped_and_do_not_advance(tokenizer: Any, tmp_path: Pa
         repr(Prompts("arithmetic/test", tokenizer=tokenizer))
         == "Prompts('arithmetic/test', 200 prompts, epoch 0, next 0)"
     )
+    assert "2 prompts, 1 with control tokens as text," in repr(Prompts(["a<|eos|>", "b"], tokenizer=tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -218,6 +219,13 @@ def test_rows_are_counted_before_anything_runs(lab: wb.Workbench, tmp_path: Path
         BadInput, value=r"prompts=dict\(path='arithmetic'\)", rule="it takes source, ", remedy="write source="
     ):
         tiny_lab("wrong", tmp_path, backend="inline", prompts={"path": "arithmetic"})
+    datasets = pytest.importorskip("datasets")
+    held = datasets.Dataset.from_dict({"prompt": ["1+1="]})
+    splits = datasets.DatasetDict(train=held, test=held)  # as `load_dataset` without `split=` gives them
+    with expect_error(BadInput, value="of the splits train, test", remedy=r"write prompts=data\['train'\]"):
+        tiny_lab("wrong", tmp_path, backend="inline", prompts=splits)
+    with tiny_lab("right", tmp_path, backend="inline", models={"actor": TINY}, prompts={"source": held}) as right:
+        assert right.prompts.next(1).rows == 1
     with expect_error(BadInput, value=r"prompts=dict\(\) without source"):
         tiny_lab("wrong", tmp_path, backend="inline", prompts={})
 
@@ -264,9 +272,21 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
         _ = lab.cost
     with pytest.raises(AttributeError, match=r"no attribute 'actr': write actor \(the nearest\)"):
         _ = lab.actr
-    for named, name in ((lab, "restore"), (wb, "load_checkpoint")):
-        with pytest.raises(AttributeError, match=r"write wb\.restore\(path\)"):
+    ppo, drawn = wb.PPO(lab), lab.prompts.next(1)
+    for named, name, remedy in (
+        (lab, "restore", "wb.restore(path)"), (wb, "load_checkpoint", "wb.restore(path)"),
+        (lab, "save_checkpoint", "lab.save(path)"), (lab, "run", "algorithm.run(3)"),
+        (ppo, "train", "algorithm.run(3)"), (ppo, "clp", "clip (the nearest)"), (drawn, "tak", "take (the nearest)"),
+        (lab.prompts, "nxt", "next (the nearest)"), (drawn, "prompt", ".df(['prompt'])"),
+        (drawn, "prompts", ".df(['prompt'])"),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError, match=re.escape(f"write {remedy}")):
             getattr(named, name)
+    with expect_error(BadInput, value="lab.actor.lr = 1", remedy=r"write lab\.actor\.training\.learning_rate = 1"):
+        lab.actor.lr = 1
+    with expect_error(BadInput, remedy=r"batch\.drop\('prompt'\)\.join\(lab\.put\(\{'prompt': values\}\)\)"):
+        drawn.prompt = ["1+1="]  # type: ignore[attr-defined]
+    assert drawn.drop("prompt").join(lab.put({"prompt": ["1+1="]})).df(["prompt"])["prompt"].tolist() == ["1+1="]
     with expect_error(UnknownColumn, remedy=r"write 'prompt' \(the nearest\)"):
         lab.prompts.next(1).fetch(["prompts"])  # a column, and no field of wb.GRPO
     with pytest.raises(BadInput, match=r"write data=, its name here"):
@@ -315,6 +335,10 @@ NO_FIELDS: list[tuple[Any, dict[str, Any], str]] = [
     (wb.Training, {"lr": 1e-3}, r"Training\(lr=0.001\).*write learning_rate="),
     (wb.GRPO, {"lab": None, "beta": 0.1}, r"GRPO\(beta=0.1\).*write kl_coefficient="),
     (wb.GRPO, {"lab": None, "num_generations": 4}, r"GRPO\(num_generations=4\).*write samples="),
+    (wb.Training, {"ppo_mini_batch_size": 64}, r"write wb.Training\(minibatches=...\), how many there are"),
+    (wb.Sampling, {"do_sample": False}, "write temperature=0, which is greedy"),
+    (wb.Sampling, {"stop_strings": ["a"]}, "write stop="),
+    (wb.open, {"max_prompt_length": 64}, r'write prompts=\{"source": ..., "max_prompt_tokens": ...\}'),
     (partial(replace, wb.Sampling()), {"zzz": 1}, r"Sampling\(zzz=1\). it takes temperature, "),
 ]
 

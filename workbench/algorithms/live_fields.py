@@ -21,7 +21,7 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.objectives.losses import clips_in_effect
 from workbench.support.flat_settings import flat
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import NamedAttributes, meant
 from workbench.support.notebook_cell import in_notebook, running_cell, running_position, variable_of
 from workbench.support.validation import check_before_post_init, checked, hints_of, is_settings, owned
 
@@ -33,7 +33,7 @@ SETTINGS = "settings"  # in what is kept of settings that were assigned whole: t
 MAPPING = "mapping"  # in what is kept of a mapping that was assigned: its values
 
 
-class LiveFields:
+class LiveFields(NamedAttributes):
     """Base of the algorithms. `ppo.clip = 0.1` and `ppo.sampling.temperature = 0.7` hold from the next stage on.
 
     A value is checked as at the algorithm's making, on a copy of it; one that is refused changes nothing. Numbers,

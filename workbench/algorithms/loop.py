@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -34,6 +34,7 @@ from workbench.settings.engines import Sampling
 from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_call
+from workbench.support.notebook_cell import Cell, running_cell, variable_of
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Algorithm(StageEdits):
     _iteration = 0
     _staleness = 0  # iterations that the `run` under way generates ahead
     _ended = 0
+    _made_in: Cell | None = None
     _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there
     _noted: Mapping[str, Any] = MappingProxyType({})  # the settings that the record of the run has
 
@@ -61,7 +63,7 @@ class Algorithm(StageEdits):
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
         check_call(cls.__name__, inspect.signature(cls.__init__), (cls, *args), kwargs)
         algorithm = super().__new__(cls)
-        algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={})
+        algorithm.__dict__.update(_made={}, _edits=[], _replaced={}, _changed={}, _made_in=running_cell())
         return algorithm
 
     # --- carried out --------------------------------------------------------------------------------------------------
@@ -227,8 +229,9 @@ class Algorithm(StageEdits):
         finally:
             batches.iterating = iterating
 
-    def _stoppable(self, call: str) -> AbstractContextManager[None]:
-        """Inside, an interrupt between two stages says which stage is next."""
+    @contextmanager
+    def _stoppable(self, call: str) -> Iterator[None]:
+        """Inside, an interrupt between two stages says which stage is next; any says whether this cell can go on."""
 
         def left() -> tuple[str, str]:
             if not self._under_way:
@@ -236,7 +239,16 @@ class Algorithm(StageEdits):
             following = f"{self.next_stage} of iteration {self.lab.iteration} is next"
             return following, "run the cell again: the same call goes on with it"
 
-        return stoppable(f"{type(self).__name__}.{call}()", left)
+        name = type(self).__name__
+        try:
+            with stoppable(f"{name}.{call}()", left):
+                yield
+        except StageInterrupted as error:
+            if self._under_way and self._made_in is not None and self._made_in == running_cell():
+                held = variable_of(self)
+                goes_on = f"{held}.{call}(...) in another cell goes on" if held else "make it in a cell of its own"
+                error.remedy = f"but this cell run again makes another {name}, which begins a new iteration: {goes_on}"
+            raise
 
     def run(
         self,

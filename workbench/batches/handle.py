@@ -27,7 +27,7 @@ from workbench.errors import BadInput, UnknownColumn
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import SHARED
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import NamedAttributes, meant
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
 
 
-class BatchHandle:
+class BatchHandle(NamedAttributes):
     """A `Batch` but for the methods that make another of its rows and columns.
 
     versions: the numbers of its versions to come, over all branches of its name. A column that is still being made is
@@ -61,8 +61,8 @@ class BatchHandle:
             raise BadInput(f"columns of {sorted(lengths)} rows in one batch", "all columns have equally many rows")
         self.name, self.version, self._meta = name, version, dict(meta)
         self.versions = versions if versions is not None else itertools.count(version + 1)
-        self._columns = dict(columns)
         self.rows = lengths.pop() if lengths else rows
+        self._columns = dict(columns)
         self._source, self._counts = source, counts
         for location in {id(column.location): column.location for column in there}.values():
             counts.hold(location)

@@ -163,6 +163,7 @@ class PromptReader(ABC):
         """The repr of prompts. many: how many there are; place: where they stand."""
         many += f", {self.dropped} too long" if self.dropped else ""
         many += f", {self.skipped.total} bad skipped" if self.skipped else ""
+        many += f", {self.with_control_tokens} with control tokens as text" if self.with_control_tokens else ""
         read = f", read as {self.read_as.partition(':')[0]}" if self.read_as else ""
         return f"Prompts({reprlib.repr(self._name)[1:-1]}, {many}, {place}{read})"
 

@@ -30,7 +30,7 @@ from workbench.settings.engines import Generation
 from workbench.support.assigned import AssignedFunction
 from workbench.support.calls.pickling import name_of
 from workbench.support.checked_calls import checks_calls
-from workbench.support.named_fields import check_names
+from workbench.support.named_fields import NamedAttributes, check_names
 from workbench.support.validation import FINITE, Number, checked, one_of
 
 Order = Callable[["pd.DataFrame"], Any]
@@ -145,7 +145,7 @@ class Feed(Protocol):
 
 
 @checks_calls("lab.prompts")
-class PromptStream:
+class PromptStream(NamedAttributes):
     """`lab.prompts`: draws batches of prompts, in an order that depends on the seed alone, or on `order`.
 
     records: the ledger's counts; None without prompts, and where they are streamed.
@@ -381,6 +381,9 @@ def prompt_options(settings: Any, called: str) -> dict[str, Any]:
     """
     if not isinstance(settings, Mapping):
         return {"source": settings}
+    if settings and "source" not in settings and all(hasattr(rows, "column_names") for rows in settings.values()):
+        remedy = f"write prompts=data[{next(iter(settings))!r}]"
+        raise BadInput(f"{called} of the splits {', '.join(settings)}", "prompts are read from one of them", remedy)
     parameters = [p for p in inspect.signature(Prompts).parameters.values() if p.name != "tokenizer"]
     stream = inspect.Parameter("stream", inspect.Parameter.KEYWORD_ONLY, default=False)
     check_names(called, [*parameters, stream], settings)

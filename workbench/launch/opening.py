@@ -38,7 +38,7 @@ from workbench.launch.arguments import overridable
 from workbench.models.chat_format import template_doubts
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
-from workbench.session.checkpoint import find_checkpoint
+from workbench.session.checkpoint import Checkpoint, find_checkpoint
 from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.recovering import take_over as take_over_session
@@ -312,10 +312,10 @@ def _drives(lab: Workbench) -> bool:
 
 
 @checked_call("wb.restore")
-def restore(path: str | Path, **changes: Any) -> Workbench:
+def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
     """Open the workbench that a checkpoint was saved of, as it was then: `wb.restore("runs/lab/20261122-101500")`.
 
-    path: what `lab.save` wrote, or a run folder, whose newest automatic checkpoint is taken.
+    path: what `lab.save` wrote or returned, or a run folder, whose newest automatic checkpoint is taken.
     changes: arguments of `wb.open` that are to differ, such as `placement=wb.Placement.split(4)`, `name=`, `backend=`.
         Under the same placement the next iteration gives the numbers of a run that was never interrupted, to the last
         bit on a CPU; under another, within rounding.

@@ -14,6 +14,7 @@ from workbench.workers.roles import ROLE_WORKERS
 
 _OWN = ("attached", "stays")  # what opening and scripts note on it
 _REMEDIES = {
+    **{role: f"a role is declared in models= of wb.open, or added: lab.add({role!r}, ...)" for role in ROLE_WORKERS},
     "prompts": "other prompts are another workbench's: wb.open(..., prompts=source); held-out ones go to "
     "lab.evaluate(source); lab.prompts.order = function chooses among those that there are",
     "training": "assign a role's: lab.actor.training.learning_rate = 1e-6, or lab.actor.training = wb.Training(...)",
@@ -52,13 +53,8 @@ def set_attribute(lab: Any, name: str, value: Any) -> None:
     setter = getattr(getattr(kind, name, None), "fset", None)
     if "prompts" in vars(lab) and not (name.startswith("_") or name in _OWN or setter is not None):
         known = [one for one in dir(lab) if not one.startswith("_")]
-        if name in _REMEDIES:
-            remedy = _REMEDIES[name]
-        elif name in ROLE_WORKERS:
-            remedy = f"a role is declared in models= of wb.open, or added: lab.add({name!r}, ...)"
-        else:
-            remedy = "" if name in known else meant(name, known, str)
-            remedy = remedy or "keep a value of your own in a variable"
+        remedy = _REMEDIES.get(name, "") or ("" if name in known else meant(name, known, str))
+        remedy = remedy or "keep a value of your own in a variable"
         raise BadInput(
             f"lab.{name} = {shown(value)}", "a workbench has no such setting: no stage would read it", remedy
         )

@@ -22,7 +22,7 @@ from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
 from workbench.support.fingerprint import fingerprint
-from workbench.support.named_fields import meant
+from workbench.support.named_fields import SYNONYMS, meant
 from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
 from workbench.workers.roles import ROLE_WORKERS
@@ -228,14 +228,11 @@ class WorkerGroup:
         self.training.take({field.name: getattr(training, field.name) for field in fields(training)})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in LIVE:
-            where = f"lab.{self.role}.training.{name}"
-            raise BadInput(f"lab.{self.role}.{name} = {shown(value)}", f"it is a field of {where[: -len(name) - 1]}",
-                           f"write {where} = {shown(value)}")  # fmt: skip
+        live = next((f".{field}" for field in (name, *SYNONYMS.get(name, ())) if field in LIVE), "")
         typo = name != "training" and difflib.get_close_matches(name, ["training"])
-        if typo and not isinstance(value, GroupOperation):
-            rule = "a role has no such setting"
-            raise BadInput(f"lab.{self.role}.{name} = {shown(value)}", rule, f"write lab.{self.role}.training")
+        if live or (typo and not isinstance(value, GroupOperation)):
+            remedy = f"write lab.{self.role}.training{live}" + (f" = {shown(value)}" if live else "")
+            raise BadInput(f"lab.{self.role}.{name} = {shown(value)}", "a role has no such setting", remedy)
         super().__setattr__(name, value)
 
     @checked_call("group.move")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -13,69 +13,52 @@ from workbench.errors.plain_text import shown
 KEYWORD, SEVERAL = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
 NAMED = inspect.Parameter.VAR_KEYWORD
 
-# The name of a field in other libraries -> ours; of several, the first that the class has.
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "adam_epsilon": ("eps",),
-    "batch_size": ("prompts", "rows"),
-    "beta": ("kl_coefficient", "beta"),
-    "clip_ratio": ("clip",),
-    "clip_ratio_c": ("dual_clip",),
-    "clip_ratio_high": ("clip_high",),
-    "cliprange": ("clip",),
-    "cliprange_value": ("value_clip",),
-    "data": ("source",),
-    "dataset": ("source", "data"),
-    "entropy_coeff": ("entropy_coefficient",),
-    "epsilon": ("clip",),
-    "epsilon_high": ("clip_high",),
-    "experiment_name": ("name",),
-    "file": ("source",),
-    "gae_lambda": ("lam",),
-    "gpu_memory_utilization": ("gpu_memory_fraction",),
-    "gradient_checkpointing": ("activation_checkpointing",),
-    "group_size": ("samples",),
-    "init_kl_coef": ("kl_coefficient",),
-    "kl_coef": ("kl_coefficient",),
-    "kl_loss_coef": ("kl_coefficient",),
-    "lora_alpha": ("alpha",),
-    "lr": ("learning_rate",),
-    "lr_scheduler_type": ("schedule",),
-    "max_completion_length": ("max_new_tokens",),
-    "max_length": ("max_tokens", "max_model_tokens", "max_new_tokens"),
-    "max_model_len": ("max_model_tokens",),
-    "max_num_seqs": ("max_rows",),
-    "max_prompt_length": ("max_prompt_tokens",),
-    "max_tokens": ("max_new_tokens", "max_model_tokens"),
-    "model_name_or_path": ("name",),
-    "n": ("samples",),
-    "n_gpus_per_node": ("devices",),
-    "num_generations": ("samples",),
-    "num_iterations": ("epochs",),
-    "num_mini_batches": ("minibatches",),
-    "num_ppo_epochs": ("epochs",),
-    "num_train_epochs": ("epochs",),
-    "optim": ("optimizer",),
-    "output_dir": ("runs",),
-    "path": ("source",),
-    "peft_config": ("adapter",),
-    "per_device_train_batch_size": ("prompts", "rows"),
-    "ppo_epochs": ("epochs",),
-    "ppo_max_token_len_per_gpu": ("micro_batch_tokens",),
-    "r": ("rank",),
-    "report_to": ("track",),
-    "response_length": ("max_new_tokens",),
-    "reward_fn": ("reward",),
-    "reward_funcs": ("reward",),
-    "rollout_n": ("samples",),
-    "run_name": ("name",),
-    "save_steps": ("save_every",),
-    "target_modules": ("targets",),
-    "tensor_model_parallel_size": ("tensor_parallel_size",),
-    "torch_dtype": ("dtype",),
-    "total_training_steps": ("total_steps",),
-    "train_batch_size": ("prompts", "rows"),
-    "train_dataset": ("source",),
+# Our names of a field -> those of other libraries; of several of ours, the first that the class has.
+_NAMES_ELSEWHERE: dict[str, str] = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "adapter": "lora peft_config",
+    "alpha": "lora_alpha",
+    "clip": "clip_ratio cliprange epsilon",
+    "clip_high": "clip_ratio_high epsilon_high",
+    "devices": "gpus n_gpus_per_node num_gpus",
+    "dtype": "torch_dtype",
+    "dual_clip": "clip_ratio_c",
+    "entropy_coefficient": "entropy_coeff",
+    "epochs": "num_iterations num_ppo_epochs num_train_epochs ppo_epochs",
+    "eps": "adam_epsilon",
+    "gpu_memory_fraction": "gpu_memory_utilization",
+    "iterations": "num_steps steps",
+    "kl_coefficient": "init_kl_coef kl_coef kl_loss_coef",
+    "kl_coefficient beta": "beta",
+    "lam": "gae_lambda",
+    "learning_rate": "lr",
+    "max_model_tokens": "max_model_len",
+    "max_new_tokens": "max_completion_length max_response_length response_length",
+    "max_new_tokens max_model_tokens": "max_tokens",
+    "max_prompt_tokens": "max_prompt_length",
+    "max_rows": "max_num_seqs",
+    "max_tokens max_model_tokens max_new_tokens": "max_length",
+    "micro_batch_tokens": "ppo_max_token_len_per_gpu",
+    "minibatches": "num_mini_batches",
+    "name": "experiment_name model_name_or_path run_name",
+    "optimizer": "optim",
+    "prompts rows": "batch_size per_device_train_batch_size train_batch_size",
+    "rank": "lora_rank r",
+    "reward": "reward_fn reward_funcs",
+    "runs": "output_dir",
+    "samples": "group_size n num_generations num_return_sequences rollout_n",
+    "save_every": "save_steps",
+    "schedule": "lr_scheduler_type",
+    "source": "data file path train_dataset",
+    "source data": "dataset",
+    "stop": "stop_strings",
+    "targets": "target_modules",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "total_steps": "total_training_steps",
+    "track": "report_to",
+    "value_clip": "cliprange_value",
 }
+SYNONYMS = {name: tuple(ours.split()) for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 # Fields that users give to the wrong one of these.
 FIELDS_OF: dict[str, tuple[str, ...]] = {
@@ -92,21 +75,41 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {
 
 # What is done in another place -> how it is written there.
 ELSEWHERE: dict[str, str] = {
-    "data": "wb.open(..., prompts=...)",
-    "dataset": "wb.open(..., prompts=...)",
-    "fit": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
+    **dict.fromkeys(("data", "dataset", "source", "train_dataset"), "wb.open(..., prompts=...)"),
+    **dict.fromkeys(("fit", "learn", "max_steps", "run", "train"), "algorithm.run(3), as in wb.PPO(lab).run(3)"),
+    **dict.fromkeys(("checkpoint", "load_checkpoint", "restore", "resume_from_checkpoint"), "wb.restore(path)"),
+    **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size"), "wb.Training(minibatches=...), how many there are"),
+    **{name: f'prompts={{"source": ..., "{name}": ...}}'
+       for name in ("bad_rows", "chat", "control_tokens", "max_prompt_tokens", "overlong", "shuffle", "stream")},
+    "do_sample": "temperature=0, which is greedy, or leave it out",
     "generate": "lab.actor.generate_sequences(batch)",
     "gradient_accumulation_steps": "wb.Training(minibatches=..., micro_batch_tokens=...)",
-    "load_checkpoint": "wb.restore(path)",
-    "max_steps": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
-    "restore": "wb.restore(path)",
     "resume": "wb.open(..., resume=path)",
-    "resume_from_checkpoint": "wb.restore(path)",
-    "source": "wb.open(..., prompts=...)",
+    "save_checkpoint": "lab.save(path)",
     "step": "algorithm.step(), as in wb.PPO(lab).step()",
-    "train": "algorithm.run(steps), as in wb.PPO(lab).run(3)",
-    "train_dataset": "wb.open(..., prompts=...)",
-}
+}  # fmt: skip
+
+
+class NamedAttributes:
+    """Base of what users hold: an attribute that is not there, or is a column, is answered with what to write."""
+
+    if not TYPE_CHECKING:  # which knows the attributes, and would then let any be assigned
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raises an `AttributeError` of its own
+                return object.__getattribute__(self, name)
+            columns = self.__dict__.get("_columns", ())  # of a batch
+            close = difflib.get_close_matches(name, columns, n=1, cutoff=0.8)
+            held = next((one for one in (name, f"{name}_ids", *close) if one in columns), "")
+            known = [] if name.startswith("_") else [one for one in dir(self) if not one.startswith("_")]
+            near = f"write .df([{held!r}])" if held else meant(name, known, str) if known else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {near}" if near else ""))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in self.__dict__.get("_columns", ()):
+                remedy = f"write batch = batch.drop({name!r}).join(lab.put({{{name!r}: values}}))"
+                raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
+            object.__setattr__(self, name, value)
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
@@ -116,21 +119,19 @@ def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}="
     written: how a name is shown in the message. In quotes it is one of data, such as a column: no setting is meant.
     """
     names, others = list(known), SYNONYMS.get(name, ())
-    for other in others:
-        if other in names and not (other == "prompts" and "models" in names):  # of `wb.open` they are the data
-            return f"write {written(other)}, its name here"
-    for other in (name.removesuffix(suffix) for suffix in ("Trainer", "Config", "TrainerConfig")):
-        if other != name and other in names:
+    for other in (*others, *(name.removesuffix(suffix) for suffix in ("Trainer", "Config", "TrainerConfig"))):
+        if other != name and other in names and not (other == "prompts" and "models" in names):  # `wb.open`'s are data
             return f"write {written(other)}, its name here"
     is_setting = "'" not in written(name)
     for other in (name, *others) if is_setting else ():
         for settings, fields in FIELDS_OF.items():
             if other in fields:
                 return f"it is a field of wb.{settings}: write wb.{settings}({other}=...)"
-    if is_setting and name in ELSEWHERE:
-        return f"write {ELSEWHERE[name]}"
+    for other in (name, *others) if is_setting else ():
+        if other in ELSEWHERE:
+            return f"write {ELSEWHERE[other]}"
     begun = [other for other in names if len(name) > 2 and other.startswith(name)]
-    near = difflib.get_close_matches(name, names, n=1) or begun
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65) or begun
     return f"write {written(near[0])} (the nearest)" if near else ""
 
 

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 
 
 def test_the_next_iterations_are_those_of_the_run(run: Uninterrupted, tmp_path: Path) -> None:
-    with wb.restore(run.folder / "two", name="again", runs=tmp_path) as lab:
+    with wb.restore(find_checkpoint(run.folder / "two"), name="again", runs=tmp_path) as lab:
         assert lab.iteration == 2
         assert lab.checkpoint is not None
         assert repr(lab.checkpoint).startswith("<Checkpoint after 2 iterations of 'saved'")

@@ -352,12 +352,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, values)
 
 
-def find_checkpoint(path: str | Path) -> Checkpoint:
+def find_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint at `path`: itself; or the newest in a run folder, in its `checkpoints`, or in a folder of runs.
 
     Raises `NotFound` where there is none, `BadInput` where it cannot be read.
     """
-    folder = files.real_path(path, "path")
+    folder = files.real_path(path.folder if isinstance(path, Checkpoint) else path, "path")
     if (folder / MANIFEST).is_file():
         return read_checkpoint(folder)
     inside = ("*", f"{AUTOMATIC}/*", f"*/{AUTOMATIC}/*")
