@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 import weakref
@@ -62,7 +63,7 @@ class BatchHandle(NamedAttributes):
         self.name, self.version, self._meta = name, version, dict(meta)
         self.versions = versions if versions is not None else itertools.count(version + 1)
         self.rows = lengths.pop() if lengths else rows
-        self._columns = dict(columns)
+        self._columns = dict(columns)  # from here on, names of columns cannot be assigned
         self._source, self._counts = source, counts
         for location in {id(column.location): column.location for column in there}.values():
             counts.hold(location)
@@ -70,6 +71,20 @@ class BatchHandle(NamedAttributes):
             run.dependents.append(weakref.ref(self))
 
     # --- versions, and columns that are being made --------------------------------------------------------------------
+
+    def _instead_of(self, name: str) -> str:
+        columns = self.__dict__.get("_columns", ())
+        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.8)
+        held = next((one for one in (name, f"{name}_ids", *close) if one in columns), "")
+        return f"write .df([{held!r}])" if held else ""
+
+    if not TYPE_CHECKING:  # which would let any attribute be assigned
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in self.__dict__.get("_columns", ()):
+                remedy = f"write batch = batch.drop({name!r}).join(lab.put({{{name!r}: values}}))"
+                raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
+            object.__setattr__(self, name, value)
 
     def after(self, run: Maker, writes: Iterable[str], copies: int = 1, without: Collection[str] = ()) -> Self:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read.

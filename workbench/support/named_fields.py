@@ -91,25 +91,20 @@ ELSEWHERE: dict[str, str] = {
 
 
 class NamedAttributes:
-    """Base of what users hold: an attribute that is not there, or is a column, is answered with what to write."""
+    """Base of what users hold: for an attribute that is not there the error says what to write."""
 
-    if not TYPE_CHECKING:  # which knows the attributes, and would then let any be assigned
+    if not TYPE_CHECKING:  # which knows the attributes
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raises an `AttributeError` of its own
                 return object.__getattribute__(self, name)
-            columns = self.__dict__.get("_columns", ())  # of a batch
-            close = difflib.get_close_matches(name, columns, n=1, cutoff=0.8)
-            held = next((one for one in (name, f"{name}_ids", *close) if one in columns), "")
             known = [] if name.startswith("_") else [one for one in dir(self) if not one.startswith("_")]
-            near = f"write .df([{held!r}])" if held else meant(name, known, str) if known else ""
+            near = self._instead_of(name) or (meant(name, known, str) if known else "")
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {near}" if near else ""))
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in self.__dict__.get("_columns", ()):
-                remedy = f"write batch = batch.drop({name!r}).join(lab.put({{{name!r}: values}}))"
-                raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
-            object.__setattr__(self, name, value)
+    def _instead_of(self, name: str) -> str:
+        """A remedy that goes before those of `meant`; "" for none."""
+        return ""
 
 
 def meant(name: str, known: Iterable[str], written: Callable[[str], str] = "{}=".format) -> str:
