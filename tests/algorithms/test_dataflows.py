@@ -151,7 +151,7 @@ def test_a_loss_that_compares_with_rollouts_needs_their_mask(lab: wb.Workbench) 
     def mine(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return -(log_prob - rollout_log_prob).exp() * advantages
 
-    cut = {"top_p": 0.9, "max_new_tokens": 4}
+    cut: dict[str, Any] = {"top_p": 0.9, "max_new_tokens": 4}
     with expect_error(BadInput, value=r"update_actor with loss=mine.*top_p=0\.9", remedy="keep_mask=True"):
         wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut))
     wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut, keep_mask=True))
