@@ -28,7 +28,17 @@ from workbench.objectives.correction import Correction, correct
 from workbench.objectives.estimators import gae, moments, overlong_penalty, reinforce, token_rewards, whiten
 from workbench.objectives.groups import group_mean, grpo, off_policy_baseline, rloo
 from workbench.objectives.kl import KLKind, adaptive_kl_step, divergence, kl_estimate, kl_loss
-from workbench.objectives.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
+from workbench.objectives.losses import (
+    KLCov,
+    cispo_loss,
+    covariances,
+    gspo_loss,
+    held_back,
+    kl_cov_loss,
+    ppo_loss,
+    sapo_loss,
+    value_loss,
+)
 from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss, pairwise_loss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +109,7 @@ def against_verl() -> Iterator[Row]:
     import verl.utils.torch_functional as functional
     from verl.trainer.ppo import core_algos as verl
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-    from verl.workers.config import ActorConfig
+    from verl.workers.config import ActorConfig, PolicyLossConfig
 
     index = np.asarray(GROUP)
     white = whiten(REWARDS, MASK, moments(REWARDS, MASK))
@@ -140,14 +150,27 @@ def against_verl() -> Iterator[Row]:
 
     def config(low: float, high: float) -> Any:
         sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": 1}
-        return ActorConfig(strategy="fsdp", clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=3.0, **sizes)
+        chosen = {"policy_loss": PolicyLossConfig(kl_cov_ratio=0.05, ppo_kl_coef=0.7)}
+        return ActorConfig(
+            strategy="fsdp", clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=3.0, **sizes, **chosen
+        )
+
+    def kl_cov(now: Tensor) -> Tensor:
+        """With tokens chosen as verl chooses them, by the present log-probabilities; ours are of before the update."""
+        held_BT, inside_BT = torch.zeros_like(MASK, dtype=torch.bool), MASK.bool()
+        of_tokens = covariances(now[inside_BT], ADVANTAGES[inside_BT])
+        held_BT[inside_BT] = held_back(KLCov(share=0.05), of_tokens, torch.Generator())
+        return kl_cov_loss(now, OLD, ADVANTAGES, held_BT, 0.7)
 
     for title, name, loss, low, high in (
         ("PPO, dual clip", "vanilla", lambda now: ppo_loss(now, OLD, ADVANTAGES, 0.2, 0.3, 3.0)[0], 0.2, 0.3),
         ("GSPO", "gspo", lambda now: gspo_loss(now, OLD, ADVANTAGES, MASK, 0.05, 0.1)[0], 0.05, 0.1),
         ("CISPO", "cispo", lambda now: cispo_loss(now, OLD, ADVANTAGES, 0.2, 0.3)[0], 0.2, 0.3),
+        ("SAPO", "sapo", lambda now: sapo_loss(now, OLD, ADVANTAGES)[0], 0.2, 0.3),
+        ("KL-Cov", "kl_cov", kl_cov, 0.2, 0.3),
     ):
-        for how in ("token-mean", "sequence-mean-token-mean"):
+        # verl averages SAPO over sequences whatever is asked for
+        for how in ("token-mean", "sequence-mean-token-mean") if name != "sapo" else ("sequence-mean-token-mean",):
             theirs = verl.get_policy_loss_fn(name)
             yield (
                 "verl",

@@ -78,6 +78,13 @@ def headings(file: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
+def test_files_of_algorithms_are_those_that_there_are() -> None:
+    rows = [line for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+\.py)`", row)}
+    there = {path.name for part in ("algorithms", "objectives") for path in (ROOT / "workbench" / part).glob("*.py")}
+    assert len(named) > 10 and named <= there
+
+
 def test_every_lesson_is_in_the_page_of_lessons() -> None:
     page = (ROOT / "docs" / "lessons.md").read_text()
     assert [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.name not in page] == []

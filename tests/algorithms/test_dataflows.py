@@ -147,6 +147,16 @@ def test_every_algorithm_takes_a_correction(lab: wb.Workbench, make: Any) -> Non
         assert metrics["update_actor/correction/weight/mean"] == pytest.approx(1, abs=1e-3)
 
 
+def test_a_loss_that_compares_with_rollouts_needs_their_mask(lab: wb.Workbench) -> None:
+    def mine(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        return -(log_prob - rollout_log_prob).exp() * advantages
+
+    cut: dict[str, Any] = {"top_p": 0.9, "max_new_tokens": 4}
+    with expect_error(BadInput, value=r"update_actor with loss=mine.*top_p=0\.9", remedy="keep_mask=True"):
+        wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut))
+    wb.GRPO(lab, loss=mine, sampling=wb.Sampling(**cut, keep_mask=True))
+
+
 def test_settings_that_cannot_be(lab: wb.Workbench) -> None:
     for make, message in (
         (lambda: wb.RLOO(lab, samples=1), "RLOO.samples=1"),

@@ -12,6 +12,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
+from workbench.batches.columns import Ragged
 from workbench.data.judge import Judgement, asked, stated_score
 from workbench.errors import BadInput, RewardError
 from workbench.models import load_causal_lm, load_tokenizer
@@ -73,6 +74,19 @@ def test_the_score_is_what_is_parsed_of_the_judgement_which_is_kept(lab: wb.Work
     assert texts[0].startswith("Rate ") and "{json}" in texts[0] and "{answer}" not in texts[0]
     assert scored["rewards_notes"].tolist() == written(texts)
     assert scored["rewards"].tolist() == [float(len(text)) for text in scored["rewards_notes"]]
+
+
+def test_a_rubric_may_show_special_tokens(tmp_path: Path) -> None:
+    sampling = wb.Sampling(temperature=0.0, max_new_tokens=12, stop_token_ids=ENDS)
+    judge = wb.Judge(JUDGE, rubric="Calls: {raw_response}", parse=length, sampling=sampling)
+    with judged_by(judge, tmp_path, rows_of(2)) as lab:
+        table = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4).fetch()
+        ids = load_tokenizer(TINY).encode("<|tool|>f", add_special_tokens=False)
+        table["response_ids"] = Ragged.of([torch.tensor(ids)] * 2, torch.int64)
+        table = {name: table[name] for name in ("prompt_ids", "prompt", "response_ids")}
+        scored = lab.reward.compute_reward(lab.put(table)).df(["rewards_notes"])
+        seen = asked("Calls: {raw_response}", {"raw_response": "<|tool|>f"}, special_tokens(load_tokenizer(JUDGE)))
+        assert scored["rewards_notes"].tolist() == written([seen] * 2)
 
 
 def test_a_judge_is_a_component_beside_functions(lab: wb.Workbench, batch: wb.Batch) -> None:

@@ -210,6 +210,15 @@ def test_the_text_of_a_step_is_that_of_its_tokens_together(
         assert tokenizer.decode(ids[: last + 1]) == whole != tokenizer.decode(ids[:last])
 
 
+def test_a_special_token_ends_steps_and_others_are_in_no_text() -> None:
+    tokenizer = load_tokenizer(TINY)
+    ids = tokenizer.encode("a<|tool|>b<|user|>c<|tool|>d<|eos|>", add_special_tokens=False)
+    columns: Table = {"response_ids": Ragged.of([torch.tensor(ids)], torch.int64)}
+    shard = Shard(columns=columns, rows=np.arange(1), minibatch_sizes=(1,), meta={})
+    ((ends, found),) = steps_of(shard, tokenizer, "<|tool|>")
+    assert (ends, found) == ([1, 5, 7], ["a<|tool|>", "bc<|tool|>", "d"])
+
+
 def test_tokens_that_are_no_text_cost_no_more_than_their_number() -> None:
     tokenizer = load_tokenizer(TINY)
     half = tokenizer.encode("。", add_special_tokens=False)[:1]

@@ -155,6 +155,14 @@ def test_without_the_mask_a_correction_is_refused_and_would_be_wrong(lab: wb.Wor
     bare = lab.actor.compute_log_prob(lab.put(table, meta={**batch.meta, "log_prob_over_sampling_mask": False}))
     with expect_error(BadInput, value=r"top_p=0\.9", remedy="keep_mask=True"):
         lab.actor.update_actor(with_advantages(lab, bare), correction=SEQUENCES)
+
+    def from_rollouts(log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        return -(log_prob - rollout_log_prob).exp() * advantages
+
+    with expect_error(BadInput, value=r"takes 'rollout_log_prob'.*top_p=0\.9", remedy="keep_mask=True"):
+        lab.actor.update_actor(with_advantages(lab, bare), loss=from_rollouts)
+    with lab.kept("actor"):
+        assert lab.actor.update_actor(with_advantages(lab, batch), loss=from_rollouts)["loss"] != 0
     old, rollout = column(bare, "old_log_prob"), column(bare, "rollout_log_prob")
     weights = [float((a - b).sum().exp()) for a, b in zip(old.rows(), rollout.rows(), strict=True) if len(a) == 64]
     assert 0 < sum(weights) / len(weights) < 0.05  # 0.9^64 is 0.00118
@@ -175,7 +183,7 @@ def test_a_correction_is_refused_where_tokens_were_banned_and_allowed_with_finit
         made = lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=6, seed=3, **given)
         made = with_advantages(lab, lab.actor.compute_log_prob(made))
         if value:
-            with expect_error(BadInput, value=value, remedy="leave the correction out"):
+            with expect_error(BadInput, value=value, remedy="leave it out"):
                 lab.actor.update_actor(made, correction=wb.Correction())
             continue
         with lab.kept("actor"):

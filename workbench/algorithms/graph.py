@@ -21,8 +21,10 @@ from workbench.errors import BadInput, StageError
 from workbench.errors.plain_text import shown
 from workbench.settings.engines import check_untruncated, keeps_mask, truncation
 from workbench.stages.group import GroupOperation
+from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.support.validation import checked, hints_of
+from workbench.workers.user_loss import Asked
 
 
 class Mark:
@@ -225,14 +227,17 @@ class Graph:
                 stage.function.check_columns(stage.arguments, have)
 
     def check_corrections(self, title: str) -> None:
-        """Raise `BadInput` where a stage corrects for rollouts that an earlier stage samples from some tokens only.
-        title: begins the message."""
+        """Raise `BadInput` where a stage corrects for rollouts that an earlier stage samples from some tokens only, or
+        its loss compares with them. title: begins the message."""
         for stage in self.stages:
             given = stage.arguments if stage.samples else {}
             if (truncated := truncation(given)) and not keeps_mask(given):
                 for name in self.behind(stage.name):
+                    loss = self[name].arguments.get("loss")
                     if correction := self[name].arguments.get("correction"):
                         check_untruncated(f"{title}: {name} with {correction}", truncated)
+                    if callable(loss) and "rollout_log_prob" in Asked.by(loss).names:
+                        check_untruncated(f"{title}: {name} with loss={name_of(loss)}", truncated)
 
     def check_open_updates(
         self, lab: Lab, what: str, made: Set[str], after: Graph, stale: Collection[str] = ()

@@ -40,9 +40,9 @@ def Judge(
 
     model: any causal language model, a generative reward model among them; its tokenizer may be another than the
         actor's. It generates on each device of the role's pool, with an engine of its own.
-    rubric: a text in which {prompt}, {response} and the names of the row's other columns of text stand for these. It
-        goes through the model's chat template, where it has one, as a user's message. Control tokens that a value of
-        the row spells stay text.
+    rubric: a text in which {prompt}, {response} and the names of the row's other columns of text stand for these, and
+        {raw_response} for the response with its special tokens. It goes through the model's chat template, where it has
+        one, as a user's message. Control tokens that a value of the row spells stay text.
     parse: of the judgement, a text: the score, a number; it raises where there is none. Default: `stated_score`.
     sampling: default: greedy, 256 tokens. The same text is judged alike, on whichever rank.
     dtype, generation: as of `wb.Model`; default: those of the workbench. seed: of judgements that are sampled.
@@ -54,7 +54,7 @@ def Judge(
     `compute_reward(batch, function={"right": right, "judge": mine})`.
     Raises `BadInput` for a rubric without {response}.
     """
-    if "{response}" not in rubric:
+    if not any(name in rubric for name in ("{response}", "{raw_response}")):
         raise BadInput(f"rubric={short(rubric)!r}", "the judge reads the response", "put {response} where it is to be")
     sampling = sampling or Sampling(temperature=0.0, max_new_tokens=256)
     if sampling.environment is not None:

@@ -325,7 +325,7 @@ def check_untruncated(what: str, truncated: Mapping[str, float]) -> None:
             f"{what} on rollouts that were sampled with {given}",
             "rollout_log_prob is over the tokens that were left, old_log_prob over all tokens: their ratio is the "
             "probability of the tokens that were left, not a difference between engine and trainer",
-            f"sample with {', '.join(off)}{mask}, or leave the correction out",
+            f"sample with {', '.join(off)}{mask}, or leave it out",
         )
 
 

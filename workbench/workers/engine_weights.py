@@ -3,7 +3,6 @@ log-probabilities on a probe; and which gap on the probe may be rounding."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -169,20 +168,24 @@ def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
 
 
+ARRIVED = "sync/adapter_arrived"
+
+
 def metrics_of_adapter(arrived: float | None) -> Metrics:
-    """The share of an adapter's change that a sync of summed weights has kept, see `arriving`; a warning where much of
-    it was rounded away, so that rollouts are not those of the policy that is trained."""
-    if arrived is None:
-        return {}
-    if arrived < LEAST_OF_ADAPTER:
-        warnings.warn(
-            f"{arrived:.1%} of the adapter's change arrived in the generation engine: the rest is less than the last "
-            "place of the bfloat16 weights that it is added to. wb.Generation(engine='vllm') on the actor's own ranks "
-            "holds the adapter beside the model; or use wb.Model(..., dtype='float32') for the actor",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return {"sync/adapter_arrived": Mean(total=arrived, count=1)}
+    """The share of an adapter's change that a sync of summed weights has kept, see `arriving`."""
+    return {} if arrived is None else {ARRIVED: Mean(total=arrived, count=1)}
+
+
+def notes_on_sync(metrics: Metrics) -> tuple[str, ...]:
+    """What to say in the cell where much of an adapter's change was rounded away, so that rollouts are not those of the
+    policy that is trained. metrics: of the sync."""
+    if ARRIVED not in metrics or (arrived := float(metrics[ARRIVED].value)) >= LEAST_OF_ADAPTER:
+        return ()
+    return (
+        f"{arrived:.1%} of the adapter's change arrived in the generation engine: the rest is less than the last "
+        "place of the bfloat16 weights that it is added to. wb.Generation(engine='vllm') on the actor's own ranks "
+        "holds the adapter beside the model; or use wb.Model(..., dtype='float32') for the actor",
+    )
 
 
 class SyncMetrics:

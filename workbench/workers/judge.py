@@ -39,6 +39,10 @@ class JudgeEngine:
         """Whether it writes the same about a row whenever it is asked."""
         return is_greedy(self._judging.sampling)
 
+    def reads(self, name: str) -> bool:
+        """Whether the rubric has a place for what functions are given by that name."""
+        return f"{{{name}}}" in self._judging.rubric
+
     def judgements(self, rows: Mapping[int, Mapping[str, Any]], draw: int = 0) -> tuple[dict[int, str], dict[int, str]]:
         """What the judge writes about each row, by its number; and why there is no judgement of a row, or no whole one.
         draw: each is of other seeds. Called where ranks need not be in step."""

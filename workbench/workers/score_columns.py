@@ -124,6 +124,7 @@ def steps_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> lis
 
     A step ends with the token in which `text` is complete, and the last one with the last token of the policy. Blanks
     are no step of their own, but the beginning of the next one. Tokens that the policy did not choose are in no step.
+    Special tokens are in no step's text, but those that `text` holds.
     """
     told: Pieces = {}
     found = []
@@ -133,7 +134,7 @@ def steps_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> lis
         ends: list[int] = []
         steps: list[str] = []
         said = ""
-        pieces = text_of_tokens(tokenizer, response[list(places)].tolist(), told)
+        pieces = text_of_tokens(tokenizer, response[list(places)].tolist(), told, text)
         for t, piece in zip(places, pieces, strict=True):
             said += piece
             if t == places[-1] or text in said.lstrip():
@@ -146,13 +147,15 @@ Pieces = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, bool]]
 MOST_OF_A_CHARACTER = 8  # tokens
 
 
-def text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], told: Pieces) -> list[str]:
-    """The text that each token adds to those before it; together the text of all. Special tokens add none.
+def text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], told: Pieces, shown: str = "") -> list[str]:
+    """The text that each token adds to those before it; together the text of all. Special tokens add none, but those
+    that are part of the text `shown`.
 
     A token alone need not be text: a character may have several tokens, and counts as the last one's, and a space may
     show only behind another token. So a token is decoded behind those that came before it. told: what was decoded.
     """
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special and token.content not in shown}
     plain = [t for t, token in enumerate(ids) if token not in special]
     pieces, before, since = [""] * len(ids), 0, 0  # tokens from `since` on have shown no text yet
     for end, t in enumerate(plain, 1):
@@ -168,7 +171,7 @@ def text_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], told:
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 def step_ends_of(batch: Shard, tokenizer: PreTrainedTokenizerBase, text: str) -> Ragged:

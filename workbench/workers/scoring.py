@@ -262,7 +262,8 @@ class Scoring:
         texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
         rows: list[dict[str, Any]] = []
         functions = [function for function, _ in self.components.values()]
-        asked = [name for name in RAW_RESPONSE if any(asks_for(function, name) for function in functions)]
+        reads = (lambda name: False) if self.judge is None else self.judge.reads
+        asked = [name for name in RAW_RESPONSE if reads(name) or any(asks_for(one, name) for one in functions)]
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in texts.items()}
             if rewards is not None:

@@ -56,7 +56,7 @@ from workbench.workers.roles.hybrid import HybridWorker
 from workbench.workers.roles.preferences import PreferenceWorker
 from workbench.workers.roles.reference import ReferencePolicy
 from workbench.workers.roles.supervised import SupervisedWorker
-from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_same_tokens
+from workbench.workers.sampling_mask import MASK_COLUMNS, OVER_MASK, SamplingMask, check_correctable, check_same_tokens
 from workbench.workers.user_loss import (
     OF_MODEL,
     Asked,
@@ -354,6 +354,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             own=OWN_METRICS,
         )
         if callable(loss):
+            if "rollout_log_prob" in function.asked and sampling_mask is None:
+                check_correctable(f"loss={name_of(loss)}, which takes 'rollout_log_prob',", batch)
             function.rehearse(GRADIENTS, of_model=partial(stand_ins, module=cast(PackedModule, self.engine.module)))
         held_back = None
         if isinstance(loss, CovarianceLoss):

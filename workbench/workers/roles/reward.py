@@ -226,11 +226,11 @@ class RewardWorker(ModelWorker):
         raises `RewardError`, whose `.batch` has the rows that were finished; 0: any failure fails the stage.
         only: `batch.failed()`, or row numbers: only these rows are asked, and the others keep their scores. Components
         are those of the batch, by name; `rewards` of all rows is made from them with the weights given now.
-        steps: a text with which steps of a response end, such as "\\n\\n": a function returns one number a step and may
-        ask for `steps`, their texts, and a model's score is read at the last token of each. True: the function returns
-        (last token, number) pairs. `rewards` has the numbers on those tokens, 0 on the others, and the column
-        `step_ends` is 1 on them; a number for the whole response is a step that ends with it. See the estimator
-        "grpo_process" of `compute_advantages`.
+        steps: a text with which steps of a response end, such as "\\n\\n" or a special token: a function returns one
+        number a step and may ask for `steps`, their texts, and a model's score is read at the last token of each. True:
+        the function returns (last token, number) pairs. `rewards` has the numbers on those tokens, 0 on the others, and
+        the column `step_ends` is 1 on them; a number for the whole response is a step that ends with it. See the
+        estimator "grpo_process" of `compute_advantages`.
         Metrics: `rewards/mean`, of the valid rows, and of each component; `rewards/interval95`, half the width of the
         mean's 95 % interval with prompts as clusters (see `clustered_half_width`); `failed/fraction`.
         """

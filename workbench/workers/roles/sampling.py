@@ -34,7 +34,7 @@ from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import AgentRow, Serving, serve
 from workbench.workers.conversation import Compaction, Conversation, converse
-from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
+from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, notes_on_sync, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.rollout_columns import (
@@ -254,7 +254,7 @@ class SamplingWorker(Worker):
             # where the ranks of a tensor group have the same rows, those of its first rank count
             if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
                 counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
-        metrics, failed = rollout_metrics(columns), None
+        metrics, failed, synced = rollout_metrics(columns), None, self.sync_metrics.take(batch.meta["seed"])
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
         status = Status(replace(batch, columns={}))
         if (function := sampling.several_turns) is not None:
@@ -269,14 +269,14 @@ class SamplingWorker(Worker):
             columns["counted"] = torch.ones(len(batch), dtype=torch.bool)
         return Output(
             columns=columns,
-            metrics=merge_metrics(dict(self.sync_metrics.take(batch.meta["seed"])), metrics),
+            metrics=merge_metrics(dict(synced), metrics),
             meta={
                 "temperature": temperature,
                 TRUNCATION: truncation(vars(sampling)),
                 "weights_version": self.generator.weights_version,
             },
             failed=failed,
-            notes=notes,
+            notes=(*notes, *notes_on_sync(synced)),
         )
 
     def _converse(
