@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 ALGORITHMS = {
     "ArCHer": "workbench.algorithms.archer",
     "DAPO": "workbench.algorithms.dapo",
-    "DPO": "workbench.algorithms.supervised",
+    "DPO": "workbench.algorithms.dpo",
     "Distill": "workbench.algorithms.distill",
     "GRPO": "workbench.algorithms.grpo",
     "HPT": "workbench.algorithms.hpt",
-    "IPO": "workbench.algorithms.supervised",
-    "KTO": "workbench.algorithms.supervised",
-    "ORPO": "workbench.algorithms.supervised",
+    "IPO": "workbench.algorithms.ipo",
+    "KTO": "workbench.algorithms.kto",
+    "ORPO": "workbench.algorithms.orpo",
     "PPO": "workbench.algorithms.ppo",
     "RLOO": "workbench.algorithms.rloo",
     "ReMax": "workbench.algorithms.remax",
     "ReinforcePP": "workbench.algorithms.reinforce_pp",
-    "RewardModeling": "workbench.algorithms.supervised",
-    "SFT": "workbench.algorithms.supervised",
+    "RewardModeling": "workbench.algorithms.reward_modeling",
+    "SFT": "workbench.algorithms.sft",
     "SafeRLHF": "workbench.algorithms.safe_rlhf",
 }
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from workbench.algorithms.archer import ArCHer as ArCHer
     from workbench.algorithms.dapo import DAPO as DAPO
     from workbench.algorithms.distill import Distill as Distill
+    from workbench.algorithms.dpo import DPO as DPO
     from workbench.algorithms.grpo import GRPO as GRPO
     from workbench.algorithms.hpt import HPT as HPT
+    from workbench.algorithms.ipo import IPO as IPO
+    from workbench.algorithms.kto import KTO as KTO
+    from workbench.algorithms.orpo import ORPO as ORPO
     from workbench.algorithms.ppo import PPO as PPO
     from workbench.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
     from workbench.algorithms.remax import ReMax as ReMax
+    from workbench.algorithms.reward_modeling import RewardModeling as RewardModeling
     from workbench.algorithms.rloo import RLOO as RLOO
     from workbench.algorithms.safe_rlhf import SafeRLHF as SafeRLHF
-    from workbench.algorithms.supervised import DPO as DPO
-    from workbench.algorithms.supervised import IPO as IPO
-    from workbench.algorithms.supervised import KTO as KTO
-    from workbench.algorithms.supervised import ORPO as ORPO
-    from workbench.algorithms.supervised import SFT as SFT
-    from workbench.algorithms.supervised import RewardModeling as RewardModeling
+    from workbench.algorithms.sft import SFT as SFT
 
 
 def __getattr__(name: str) -> Any:
