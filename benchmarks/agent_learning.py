@@ -28,8 +28,10 @@ sys.path.insert(0, str(ROOT))
 import workbench as wb  # noqa: E402
 from benchmarks.curves import Curve, each_seed, new_folder  # noqa: E402
 from workbench.batches.columns import Ragged, Table  # noqa: E402
-from workbench.models import bf16_is_fast, load_tokenizer  # noqa: E402
+from workbench.launch.doctor import bf16_is_fast  # noqa: E402
+from workbench.models import load_tokenizer  # noqa: E402
 from workbench.models.tokenizers import render_prompt, render_reply  # noqa: E402
+from workbench.support.machine import read_gpus  # noqa: E402
 
 SYSTEM = (
     "You compute with a tool. To use it write <tool_call>\n"
@@ -117,7 +119,7 @@ def open_lab(arguments: argparse.Namespace, seed: int, folder: Path, prompts: An
         models={"actor": wb.Model(arguments.model, training=training, seed=seed), "reward": product},
         prompts=prompts,
         generation=wb.Generation(engine=arguments.generation, max_model_tokens=320, max_rows=max(64, arguments.rows)),
-        dtype="bfloat16" if bf16_is_fast() else "float32",
+        dtype="bfloat16" if bf16_is_fast(read_gpus()) else "float32",
         backend="inline",
         seed=seed,
         if_exists="replace",

@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 import workbench as wb  # noqa: E402
 from benchmarks.curves import Curve, each_seed, new_folder  # noqa: E402
 from workbench.data.sources import read_rows  # noqa: E402
-from workbench.models import bf16_is_fast  # noqa: E402
+from workbench.launch.doctor import bf16_is_fast  # noqa: E402
+from workbench.support.machine import read_gpus  # noqa: E402
 
 MAX_NEW_TOKENS = 16
 GRPO: dict[str, dict[str, Any]] = {
@@ -123,7 +124,7 @@ def open_lab(arguments: argparse.Namespace, seed: int, folder: Path) -> wb.Workb
         models=models,
         prompts="arithmetic",
         generation=wb.Generation(engine=arguments.generation, max_model_tokens=128, max_rows=max(128, arguments.rows)),
-        dtype="bfloat16" if bf16_is_fast() else "float32",
+        dtype="bfloat16" if bf16_is_fast(read_gpus()) else "float32",
         backend="inline",
         seed=seed,
         if_exists="replace",

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from benchmarks.curves import Curve, drawn_pairs, each_seed, new_folder, pairs_parser  # noqa: E402
-from workbench.models import bf16_is_fast  # noqa: E402
+from workbench.launch.doctor import bf16_is_fast  # noqa: E402
+from workbench.support.machine import read_gpus  # noqa: E402
 
 SHOWN = ("accuracy", "accuracy/low", "accuracy/high", "margin", "preference_loss", "grad_norm")
 
@@ -35,7 +36,7 @@ def train(arguments: argparse.Namespace, seed: int, folder: Path) -> tuple[Curve
         total_steps=updates,  # a pair that is too long is dropped later: the rate may end a little above 0
         micro_batch_tokens=2048,
     )
-    dtype: Any = arguments.dtype or ("bfloat16" if bf16_is_fast() else "float32")
+    dtype: Any = arguments.dtype or ("bfloat16" if bf16_is_fast(read_gpus()) else "float32")
     lab = wb.open(
         "reward-model-benchmark",
         models={"reward": wb.Model(arguments.model, training=training, dtype=dtype, seed=seed)},

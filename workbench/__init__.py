@@ -72,17 +72,19 @@ _MODULES = ("adapters", "mapping", "sandbox", "script", "toolbox", "verifiers")
 __all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        from workbench.support.named_fields import meant
+if not TYPE_CHECKING:  # a checker of types would take any name for one of the package
 
-        near = "" if name.startswith("_") else meant(name, _PUBLIC, "wb.{}".format)
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}" + (f": {near}" if near else ""))
-    home = _PUBLIC[name]
-    value = importlib.import_module(f"{home}.{name}" if name in _MODULES else home)
-    value = value if name in _MODULES else getattr(value, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            from workbench.support.named_fields import meant
+
+            near = "" if name.startswith("_") else meant(name, _PUBLIC, "wb.{}".format)
+            raise AttributeError(f"module 'workbench' has no attribute {name!r}" + (f": {near}" if near else ""))
+        home = _PUBLIC[name]
+        value = importlib.import_module(f"{home}.{name}" if name in _MODULES else home)
+        value = value if name in _MODULES else getattr(value, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

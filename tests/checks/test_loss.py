@@ -173,6 +173,31 @@ def test_a_planted_mistake_is_caught(
     assert culprit in report[first].culprit
 
 
+def huber(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+    near = old_values + (values - old_values).clamp(-0.2, 0.2)
+    one, two = (torch.nn.functional.huber_loss(x, returns, reduction="none") for x in (values, near))
+    return torch.maximum(one, two)
+
+
+def test_a_loss_of_a_critic(lab: wb.Workbench, batch: wb.Batch) -> None:
+    columns = batch.fetch(["advantages"])
+    batch = batch.join(lab.put({"returns": columns["advantages"]}))
+    report = lab.check(loss=huber, batch=batch)
+    assert {finding.check for finding in report if finding.verdict == "ok"} == {*LOSS_CHECKS} - {"ratio_1"}, report
+    assert "to the squared error's" in report["direction"].about
+    assert report.batch is not None and "gradient_contribution" in report.batch.names
+    gradient = report.batch.fetch(["gradient_contribution"])["gradient_contribution"]
+    assert isinstance(gradient, Ragged) and gradient.values.any()
+    for loss, found in (
+        (lambda values, returns: (returns - values) ** 3, {"direction"}),
+        (lambda values, returns: (values - returns.mean()) ** 2, {"rows", "mask"}),
+        (lambda values, returns: ((values - returns) ** 2).mean(), {"returns"}),
+    ):
+        assert found <= {finding.check for finding in lab.check(loss=loss, batch=batch).failed}
+    with expect_error(UnknownColumn, value="returns"):
+        lab.check(loss=huber, batch=batch.drop("returns"))
+
+
 def test_some_checks_and_what_is_refused(lab: wb.Workbench, batch: wb.Batch) -> None:
     assert [finding.check for finding in lab.check("rows", "mask", loss=surrogate, batch=batch)] == ["mask", "rows"]
     with expect_error(BadInput, value="check 'ratio'", rule="there are returns, repeats, gradient"):

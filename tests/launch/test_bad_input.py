@@ -292,7 +292,7 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
     with pytest.raises(BadInput, match=r"write data=, its name here"):
         lab.evaluate(dataset=["1+1="])  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match=r"write wb\.GRPO, its name here"):
-        _ = wb.GRPOConfig
+        _ = wb.GRPOConfig  # type: ignore[attr-defined]
     with pytest.raises(
         AttributeError, match=r"no operation 'compute_valuse'; write compute_values \(the nearest\); it has"
     ):

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from workbench.algorithms.sft import SFT as SFT
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ALGORITHMS:
-        raise AttributeError(f"module 'workbench.algorithms' has no attribute {name!r}")
-    return getattr(importlib.import_module(ALGORITHMS[name]), name)
+if not TYPE_CHECKING:  # a checker of types would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name not in ALGORITHMS:
+            raise AttributeError(f"module 'workbench.algorithms' has no attribute {name!r}")
+        return getattr(importlib.import_module(ALGORITHMS[name]), name)

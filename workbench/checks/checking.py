@@ -11,6 +11,7 @@ from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
 from workbench.checks.invariants import FROZEN
 from workbench.checks.loss_checks import COMPARING, LOSS_CHECKS, LossSubject, contributions
+from workbench.checks.loss_inputs import role_of
 from workbench.checks.report import CheckReport, Finding, NotApplicable
 from workbench.checks.subject import UPDATES, Subject
 from workbench.display.interrupts import stoppable
@@ -31,11 +32,12 @@ def check(lab: Lab, *names: str, loss: Any = None, batch: Any = None) -> CheckRe
     before the first step, does the engine have the trainer's weights, does nothing outside the mask reach the
     gradient (`workbench.checks.CHECKS`). Afterwards the system is as before. `.raise_if_failed()` is for scripts.
 
-    loss, batch: check a loss instead, for the actor's update, on rollouts that it is to learn from, before a step
-    is taken with it: is its gradient that of its value, does anything leak through the mask or between rows, does
-    it depend on micro-batches or ranks, what is its gradient at ratio 1, and where does it point beside PPO's and
-    GRPO's (`workbench.checks.loss_checks.LOSS_CHECKS`). `.batch` of the report has what each token adds to the
-    loss, `loss_contribution`, and to its gradient, `gradient_contribution`, as columns for the samples view.
+    loss, batch: check a loss instead, for the actor's update or the critic's, on rollouts that it is to learn from,
+    before a step is taken with it: is its gradient that of its value, does anything leak through the mask or between
+    rows, does it depend on micro-batches or ranks, what is its gradient at ratio 1, and where does it point beside
+    PPO's and GRPO's, or the squared error's (`workbench.checks.loss_checks.LOSS_CHECKS`). `.batch` of the report has
+    what each token adds to the loss, `loss_contribution`, and to its gradient, `gradient_contribution`, as columns for
+    the samples view.
     """
     known: Sequence[str] = tuple(CHECKS if loss is None else LOSS_CHECKS)
     unknown = [name for name in names if name not in known]
@@ -63,20 +65,22 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
             "a loss is checked on rollouts that it is to learn from",
             "write lab.check(loss=fn, batch=batch), with a batch for lab.actor.update_actor(batch, loss=fn)",
         )
-    if "actor" not in lab.groups or "measure_gradient" not in lab.actor.operations:
-        raise BadInput("lab.check(loss=...) without an actor of workbench's own", "the loss is one of its update")
+    role = role_of(loss) if callable(loss) else "actor"
+    if role not in lab.groups or "measure_gradient" not in lab.groups[role].operations:
+        raise BadInput(f"lab.check(loss=...) without workbench's own {role}", "the loss is one of its update")
     if isinstance(loss, CovarianceLoss):
         raise BadInput(
             f"lab.check(loss={loss!r})",
             "its tokens are chosen over a whole minibatch, of which a check of rows and micro-batches knows nothing",
             "check the loss under it: loss='ppo'",
         )
-    update = lab.actor.update_actor
+    update = lab.groups[role].operations[UPDATES[role]]
     arguments, _ = update.arguments((), {"loss": loss})
     if not isinstance(batch, Batch) or not batch.is_of(lab.runner.batches):
         raise BadInput(f"batch={shown(batch, 80)}", "must be a batch of this workbench", "see lab.batches()")
-    update.check_columns(arguments, (*batch.names, "old_log_prob"))
-    needed = (name for name in update.operation.needed(arguments) if name != "old_log_prob")
+    made = "values" if role == "critic" else "old_log_prob"
+    update.check_columns(arguments, (*batch.names, made))
+    needed = (name for name in update.operation.needed(arguments) if name != made)
     batch.need(needed, f"lab.check(loss={name_of(loss) if callable(loss) else loss})")
     subject = LossSubject(lab, loss, batch)
     findings: list[Finding] = []

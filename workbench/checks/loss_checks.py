@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged, Table
 from workbench.checks.invariants import ROUNDING, relative_difference
-from workbench.checks.loss_inputs import Held, LossInputs
+from workbench.checks.loss_inputs import Held, LossInputs, role_of
 from workbench.checks.report import Finding, NotApplicable, finding
 from workbench.checks.subject import dealt_otherwise, measured
 from workbench.errors import BadInput
@@ -46,6 +46,8 @@ class LossSubject:
     def __init__(self, lab: Lab, loss: str | UserFunction, batch: Batch) -> None:
         self.lab, self.loss, self.batch = lab, loss, batch
         self.function = token_function(loss, None, None, None)  # type: ignore[arg-type]
+        self.role = role_of(self.function)
+        self.column = "values" if self.role == "critic" else "old_log_prob"  # of the model as it is
         self.rows = list(range(batch.rows))
         if "valid" in batch.names:
             valid = batch.fetch(["valid"])["valid"]
@@ -60,13 +62,15 @@ class LossSubject:
 
     @cached_property
     def scored(self) -> Batch:
-        """The batch with `old_log_prob` of the policy as it is now."""
+        """The batch with `old_log_prob` of the policy as it is now, or `values` of the critic."""
+        if self.role == "critic":
+            return self.lab.critic.compute_values(self.batch)
         return self.lab.actor.compute_log_prob(self.batch)
 
     @property
     def rollouts(self) -> Batch:
-        """The batch with its own `old_log_prob`, if it has one."""
-        return self.batch if "old_log_prob" in self.batch.names else self.scored
+        """The batch with its own `old_log_prob`, or `values`, if it has them."""
+        return self.batch if self.column in self.batch.names else self.scored
 
     @cached_property
     def inputs(self) -> LossInputs:
@@ -82,11 +86,11 @@ class LossSubject:
             while len(rows) > 2 and lengths[rows].sum() * max(sizes.values()) > FEW_LOGITS:
                 rows.pop()
             rows.sort()
-        names = [name for name in dict.fromkeys((*asked, "response_mask", "advantages")) if name in self.rollouts.names]
-        table = self.rollouts.fetch(names, rows=rows)
-        log_prob = self.scored.fetch(["old_log_prob"], rows=rows)["old_log_prob"]
-        assert isinstance(log_prob, Ragged)
-        return LossInputs.of(self.function, table, log_prob, rows, sizes)
+        names = dict.fromkeys((*asked, "response_mask", "advantages", self.column))
+        table = self.rollouts.fetch([name for name in names if name in self.rollouts.names], rows=rows)
+        now = self.scored.fetch([self.column], rows=rows)[self.column]
+        assert isinstance(now, Ragged)
+        return LossInputs.of(self.function, table, now, rows, sizes)
 
     @cached_property
     def points(self) -> list[LossInputs]:
@@ -110,8 +114,8 @@ class LossSubject:
             raise NotApplicable(f"{self.repeats[1]}: nothing can be compared")
 
     def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
-        """What each rank sees of the actor's update on this batch."""
-        return measured(self.lab, "actor", batch, micro_batch_tokens, **arguments)
+        """What each rank sees of the role's update on this batch."""
+        return measured(self.lab, self.role, batch, micro_batch_tokens, **arguments)
 
 
 def check_returns(subject: LossSubject) -> Finding:
@@ -230,7 +234,7 @@ def check_ratio_1(subject: LossSubject) -> Finding:
 
 
 def check_micro_batches(subject: LossSubject) -> Finding:
-    """Loss and gradient of the actor do not depend on how a minibatch is cut into micro-batches, nor on which rank has
+    """Loss and gradient of the model do not depend on how a minibatch is cut into micro-batches, nor on which rank has
     which of its rows."""
     lab, batch, loss = subject.lab, subject.rollouts, subject.loss
     tokens = int(batch.rows * (batch.lengths("prompt_ids") + batch.lengths("response_ids")).max())
@@ -238,13 +242,13 @@ def check_micro_batches(subject: LossSubject) -> Finding:
         "between the micro-batches of an update and one a row": subject.measure(batch, 1, loss=loss),
         "between the micro-batches of an update and a single one": subject.measure(batch, tokens, loss=loss),
     }
-    if lab.groups["actor"].layout.d > 1:
-        dealt = batch.take(dealt_otherwise(lab, "actor", batch.rows))
+    if lab.groups[subject.role].layout.d > 1:
+        dealt = batch.take(dealt_otherwise(lab, subject.role, batch.rows))
         others["between two ways to deal rows to ranks"] = subject.measure(dealt, loss=loss)
     found, own = [], subject.measure(batch, loss=loss)
     for between, other in others.items():
         gap, what = relative_difference(own, other)
-        found.append((gap / ROUNDING[lab.groups["actor"].spec.dtype != "float32"], f"{what}, {between}"))
+        found.append((gap / ROUNDING[lab.groups[subject.role].spec.dtype != "float32"], f"{what}, {between}"))
     figure, culprit = max(found)
     about = "relative change of loss or gradient with micro-batches or ranks, in units of what rounding may do"
     return finding(figure, 1.0, culprit, about)
@@ -252,22 +256,25 @@ def check_micro_batches(subject: LossSubject) -> Finding:
 
 def check_direction(subject: LossSubject) -> Finding:
     """A step on it goes down with PPO: the cosine of its gradient to PPO's, and to GRPO's, on the same rollouts, where
-    the policy is that which `old_log_prob` is of: on a batch that was learned from, PPO's clip would leave little."""
-    batch = subject.scored
-    if "advantages" not in batch.names:
-        raise NotApplicable("the batch has no advantages")
-    own, by_ppo = subject.measure(batch, loss=subject.loss), subject.measure(batch, loss="ppo")
+    the policy is that which `old_log_prob` is of: on a batch that was learned from, PPO's clip would leave little. Of a
+    critic's, to that of the squared error."""
+    batch, critic = subject.scored, subject.role == "critic"
+    column, known = ("returns", "the squared error") if critic else ("advantages", "PPO")
+    if column not in batch.names:
+        raise NotApplicable(f"the batch has no {column}")
+    own, by_ppo = subject.measure(batch, loss=subject.loss), subject.measure(batch, loss=None if critic else "ppo")
     if math.isnan(cosine(by_ppo, by_ppo)):
-        raise NotApplicable("PPO's gradient is 0 on this batch, as where all advantages are 0")
+        why = "" if critic else ", as where all advantages are 0"
+        raise NotApplicable(f"{known}'s gradient is 0 on this batch{why}")
     ppo = cosine(own, by_ppo)
-    about = f"1 - cosine to PPO's gradient; the cosine is {ppo:.3f}"
-    if {"rewards", "prompt_uid"} <= set(batch.names):
+    about = f"1 - cosine to {known}'s gradient; the cosine is {ppo:.3f}"
+    if not critic and {"rewards", "prompt_uid"} <= set(batch.names):
         prompts = batch.fetch(["prompt_uid"], rows=subject.rows)["prompt_uid"]
         if isinstance(prompts, Tensor) and len(torch.unique(prompts)) < len(prompts):
             of_grpo = subject.lab.compute_advantages(batch, estimator="grpo")
             by_grpo = subject.measure(of_grpo, loss="ppo", aggregation="sequence-mean-token-mean")
             about += f", to GRPO's {cosine(own, by_grpo):.3f}"
-    culprit = f"the cosine to PPO's gradient is {ppo:.3f}: a step undoes PPO's"
+    culprit = f"the cosine to {known}'s gradient is {ppo:.3f}: a step undoes {known}'s"
     if math.isnan(ppo):
         culprit = "its gradient is 0: a step on it moves nothing"
     return finding(1 - ppo, 1.0, culprit, about)
@@ -287,13 +294,15 @@ COMPARING = tuple(name for name in LOSS_CHECKS if name not in ("returns", "repea
 
 
 def contributions(subject: LossSubject) -> Table:
-    """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob; 0 in
-    rows that are not valid. Nothing for a loss that reads the model's logits or hidden states, which are not here."""
+    """What each token adds to the loss of the batch, aggregated as token-mean, and to its gradient in log_prob, or in
+    values; 0 in rows that are not valid. Nothing for a loss that reads the model's logits or hidden states, which are
+    not here."""
     if subject.inputs.sizes:
         return {}
     outcome, lengths = subject.inputs.outcome(), torch.from_numpy(subject.batch.lengths("response_mask"))
     loss_BT, tokens = outcome["the loss"], max(1, int(subject.inputs.inside_BT.sum()))
-    gradient_BT = outcome.get("the gradient of log_prob", torch.zeros_like(loss_BT))
+    leaf = "values" if subject.role == "critic" else "log_prob"
+    gradient_BT = outcome.get(f"the gradient of {leaf}", torch.zeros_like(loss_BT))
     columns: Table = {}
     for name, x_BT in (("loss_contribution", loss_BT), ("gradient_contribution", gradient_BT)):
         whole_NT = torch.zeros(len(lengths), int(lengths.max()))

@@ -17,23 +17,31 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.batches.columns import Ragged, Table
 from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
+from workbench.workers.roles.critic import OWN_METRICS as OF_CRITIC
 from workbench.workers.user_loss import OF_MODEL, Asked, Logits, UserFunction, checked_loss, selected
 
 OTHER_POLICIES = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
 PADDING = 3  # tokens
 
 
+def role_of(function: UserFunction) -> str:
+    """The role whose loss it is: a critic's has its gradient in `values` alone."""
+    asked = Asked.by(function).names
+    return "critic" if "values" in asked and not set(WITH_GRADIENT) & set(asked) else "actor"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """A loss, and a value for each parameter that it asks for.
 
-    rows: their numbers in the batch. of_tokens: the names of values that are [B, T] for the tokens of the mask. sizes:
-    of the vocabulary and of a hidden state, by the names of OF_MODEL that the loss asks for. There is no model here:
-    `_of_model` makes numbers up, and the values of these names say how far each token's numbers have moved along a
-    direction, so that their gradient is one number a token.
+    leaves: what it asks for that has a gradient. rows: their numbers in the batch. of_tokens: the names of values that
+    are [B, T] for the tokens of the mask. sizes: of the vocabulary and of a hidden state, by the names of OF_MODEL that
+    the loss asks for. There is no model here: `_of_model` makes numbers up, and the values of these names say how far
+    each token's numbers have moved along a direction, so that their gradient is one number a token.
     """
 
     function: UserFunction
+    leaves: tuple[str, ...]
     rows: tuple[int, ...]
     inside_BT: Tensor
     values: Mapping[str, Any]
@@ -42,14 +50,18 @@ class LossInputs:
 
     @classmethod
     def of(
-        cls, function: UserFunction, table: Table, log_prob: Ragged, rows: Sequence[int], sizes: Mapping[str, int]
+        cls, function: UserFunction, table: Table, now: Ragged, rows: Sequence[int], sizes: Mapping[str, int]
     ) -> LossInputs:
-        """Of the rows of a table, where the policy gives these log-probabilities; entropies are made up."""
+        """Of the rows of a table, where the model gives these log-probabilities, or values; entropies are made up."""
         mask = table["response_mask"]
         assert isinstance(mask, Ragged)
         inside_BT = mask.pad().bool()
         entropy_BT = 0.5 + 2.5 * _drawn(torch.rand, inside_BT, 0)
-        given = {"log_prob": log_prob.pad(), "entropy": entropy_BT, **dict.fromkeys(OF_MODEL, 0 * entropy_BT)}
+        given = {"log_prob": now.pad(), "entropy": entropy_BT, **dict.fromkeys(OF_MODEL, 0 * entropy_BT)}
+        if role_of(function) == "critic":
+            old = table["values"]
+            assert isinstance(old, Ragged)
+            given = {"values": now.pad(), "old_values": old.pad()}
         values: dict[str, Any] = {}
         of_tokens = set()
         for name in Asked.by(function).names:
@@ -63,17 +75,13 @@ class LossInputs:
                 value = selected(value, inside_BT) if name in of_tokens else value
             if value is not None:
                 values[name] = value
+        leaves = tuple(name for name in given if name in values and name != "old_values")
         return cls(
-            function=function, rows=tuple(rows), inside_BT=inside_BT, values=values, of_tokens=frozenset(of_tokens),
-            sizes=sizes,
+            function=function, leaves=leaves, rows=tuple(rows), inside_BT=inside_BT, values=values,
+            of_tokens=frozenset(of_tokens), sizes=sizes,
         )  # fmt: skip
 
     # --- variants -----------------------------------------------------------------------------------------------------
-
-    @property
-    def leaves(self) -> list[str]:
-        """What it asks for that has a gradient."""
-        return [name for name in WITH_GRADIENT if name in self.values]
 
     def given(self, **values: Any) -> LossInputs:
         """With other values."""
@@ -89,11 +97,11 @@ class LossInputs:
         return replace(self, rows=rows, inside_BT=self.inside_BT[index], values=taken)
 
     def moved(self, distance: float) -> LossInputs:
-        """Of a policy that has taken steps: log-probabilities inside the mask differ by so much."""
-        if "log_prob" not in self.values:
-            return self
-        noise_BT = distance * _drawn(torch.randn, self.inside_BT, 1)
-        return self.given(log_prob=self.values["log_prob"] + noise_BT * self.inside_BT)
+        """Of a model that has taken steps: log-probabilities, or values, inside the mask differ by so much."""
+        noise_BT = distance * _drawn(torch.randn, self.inside_BT, 1) * self.inside_BT
+        return self.given(
+            **{name: self.values[name] + noise_BT for name in ("log_prob", "values") if name in self.leaves}
+        )
 
     def at_ratio_1(self) -> LossInputs:
         """Of a policy that is that of the rollouts and of the reference."""
@@ -143,7 +151,8 @@ class LossInputs:
                     **{name: given[name] for name in Asked.by(self.function).names if name in given}
                 )
             shape = self.inside_BT.shape
-            loss_BT, _ = checked_loss(self.function, returned, shape, OWN_METRICS)
+            own = OF_CRITIC if role_of(self.function) == "critic" else OWN_METRICS
+            loss_BT, _ = checked_loss(self.function, returned, shape, own)
         return loss_BT, leaves, copies
 
     def _of_model(self, leaves: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -30,7 +30,9 @@ __all__ = [
 _LATER = ("load_backbone", "load_causal_lm", "load_config")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'workbench.models' has no attribute {name!r}")
-    return getattr(importlib.import_module("workbench.models.loading"), name)
+if not TYPE_CHECKING:  # a checker of types would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module 'workbench.models' has no attribute {name!r}")
+        return getattr(importlib.import_module("workbench.models.loading"), name)

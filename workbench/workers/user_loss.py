@@ -46,7 +46,7 @@ from workbench.workers.micro_batches import MicroBatch, OnDevice
 UserFunction = Callable[..., Any]
 # names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
 OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
-TRY_IT = "call it in the notebook, with columns of batch.fetch(); lab.check(loss=, batch=) tries a loss of the actor"
+TRY_IT = "call it in the notebook, with columns of batch.fetch(); lab.check(loss=, batch=) tries it"
 SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
 
 

@@ -29,6 +29,7 @@ from workbench.workers.worker import Context
 
 CLIP = 0.2
 GIVEN = ("values", "old_values", "returns", "mask")
+OWN_METRICS = ("value_error", "values/", "returns/", "cost_values/", "cost_returns/")  # as in `checked_loss`
 A_LOSS = "def loss(values, old_values, returns, mask), which returns the loss of each token [rows, tokens]"
 
 
@@ -129,8 +130,7 @@ class CriticWorker(TrainedWorker):
             loss_BR, stats = value_loss(values, old_values, returns, clip=clip)
             return loss_BR, {"value_clip_fraction": stats.clipped_BT.float()}
 
-        own = ("value_error", of_values, of_returns)
-        function = TokenFunction(function=loss or squared_error, columns=batch.columns, mask=mask, own=own)
+        function = TokenFunction(function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS)
         if loss is not None:
             function.rehearse(("values",), {"old_values": old, "returns": returns})
 
