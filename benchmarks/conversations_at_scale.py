@@ -59,7 +59,7 @@ class StubDecoding(Decoding):
     def open(self) -> int:  # type: ignore[override]
         return len(self._rows)
 
-    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Any) -> None:
+    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Any, begun: Sequence[int]) -> None:
         self._rows.append((row, seed))
 
     def step(self) -> list[Response]:
@@ -76,7 +76,7 @@ def stub(engine: Any) -> None:
     """Have a generation engine write without its model."""
 
     @contextlib.contextmanager
-    def decoding(sampling: Any, ends: Any) -> Iterator[Decoding]:
+    def decoding(sampling: Any, ends: Any, keep_cache: bool) -> Iterator[Decoding]:
         yield StubDecoding(engine._settings, engine._vocab_size, ends)
 
     engine._decoding = decoding

@@ -8,8 +8,9 @@ iterations. Every arm sees the same prompts, with as many samples an iteration. 
 weights, and takes old rollouts for their own. around behaviour: PPO's ratio and clip are against the weights that drew
 the rollouts. truncated: decoupled PPO, with weights up to 2. second moment: M2PO, whose mask takes the place of a clip.
 
---speed: rollout workers on a pool of their own, at staleness 0 and 1, and actor and engine on one device beside it; on
-processes, with the seconds of generation and training and the longer of the two, which is the bound.
+--speed: rollout workers on a pool of their own, at staleness 0, 1 and 2, and actor and engine on one device beside it;
+on processes, with the seconds of generation and training and the longer of the two, which is the bound. One
+token of --tokens / 5 ends a response, so that lengths have a long tail. Last, responses pause after --pause.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import workbench as wb
+from workbench.models import load_tokenizer
 
 REWARD = "compute_reward/rewards/mean"
 SIZE = "update_actor/correction/effective_sample_size"
@@ -102,18 +104,24 @@ def speed(arguments: argparse.Namespace) -> None:
     """Prints the seconds of an iteration on split pools at staleness 0 and 1, and on one device."""
     split = wb.Placement.of({"train": (1, ["actor", "reward"]), "rollout": (1, ["rollout"])})
     one = wb.Placement.of({"shared": (1, ["actor", "reward"])})
-    options: dict[str, Any] = {"prompts": 4, "samples": 4, "sampling": wb.Sampling(max_new_tokens=48)}
+    vocabulary = len(load_tokenizer(arguments.model))
+    stops = tuple(range(0, vocabulary, max(1, arguments.tokens // 5)))  # lengths with a long tail
+    sampling = wb.Sampling(max_new_tokens=arguments.tokens, stop_token_ids=stops)
+    options: dict[str, Any] = {"prompts": 4, "samples": 4, "sampling": sampling}
     training = ("compute_log_prob", "compute_reward", "compute_advantages", "update_actor", "publish_weights")
-    for name, placement, staleness in (("one device", one, 0), ("split", split, 0), ("split", split, 1)):
+    arms = [("one device", one, 0, None), *(("split", split, k, None) for k in (0, 1, 2))]
+    for name, placement, staleness, pause_after in (*arms, ("split", split, 2, arguments.pause)):
         with open_lab("staleness-speed", arguments, 0, placement=placement, devices=len(placement.pools)) as lab:
             grpo = wb.GRPO(lab, correction=wb.Correction(), **options)
-            frame = grpo.run(arguments.iterations + 1, staleness=staleness)
-            taken = frame.attrs["seconds"][1:]  # the first warms up
-            made = arguments.iterations + 1
+            first = 2 + staleness  # these warm up, and fill the buffer
+            frame = grpo.run(arguments.iterations + first, staleness=staleness, pause_after=pause_after)
+            taken = frame.attrs["seconds"][first:]
+            made = arguments.iterations + first
             generating = seconds_of(lab, ("generate_sequences", "receive_weights"), made + staleness)
             busy = seconds_of(lab, training, made)
+        pauses = "" if pause_after is None else f", pauses after {pause_after}"
         print(
-            f"{name:10} staleness={staleness}: {statistics.median(taken):6.2f} s an iteration "
+            f"{name:10} staleness={staleness}{pauses}: {statistics.median(taken):6.2f} s an iteration "
             f"({min(taken):.2f} to {max(taken):.2f}); generation {generating:.2f} s, training {busy:.2f} s, "
             f"the longer {max(generating, busy):.2f} s",
             flush=True,
@@ -129,6 +137,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--model", default="tiny-llama-tied")
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--tokens", type=int, default=160, help="most of a response, of --speed")
+    parser.add_argument("--pause", type=int, default=24, help="tokens of a part, of --speed")
     arguments = parser.parse_args()
     (speed if arguments.speed else learn)(arguments)
 

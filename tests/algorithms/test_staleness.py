@@ -16,6 +16,7 @@ import workbench as wb
 from tests.cases import tiny_lab
 from tests.expected import expect_error
 from workbench.algorithms.loop import Algorithm
+from workbench.engines.generation.transformers_engine import TransformersDecoding
 from workbench.errors import BadInput, StageError, StageInterrupted
 
 SHORT = wb.Sampling(max_new_tokens=6)
@@ -246,6 +247,81 @@ def test_priority_decides_which_groups_an_iteration_draws(opened: Opened) -> Non
     assert len(lab.buffer.df()) == 4 and np.isnan(lab.buffer.df()["reward"]).all()
 
 
+PAUSING: dict[str, Any] = {"staleness": 2, "pause_after": 4}
+
+
+def long(lab: wb.Workbench) -> wb.GRPO:
+    """Responses of one to twenty tokens."""
+    sampling = wb.Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, 256, 16)))
+    return wb.GRPO(lab, prompts=2, samples=2, sampling=sampling, correction=wb.Correction())
+
+
+def test_responses_that_paused_go_on_beside_new_ones(opened: Opened, tmp_path: Path) -> None:
+    """With the weights of then, and the same in one call, in several, from a checkpoint, and after an interrupt."""
+    lab = opened.lab
+    opened.again()
+    algorithm, drawn = long(lab), list[Any]()
+
+    def look(batch: wb.Batch) -> wb.Batch:
+        if lab.iteration == 3 and pressed:
+            pressed.clear()
+            raise KeyboardInterrupt
+        assert len(set(batch.df(["prompt_uid"])["prompt_uid"])) == 2
+        drawn.append(batch.fetch(["ending", "token_versions"] if "token_versions" in batch.names else ["ending"]))
+        return batch
+
+    pressed: list[str] = []
+    algorithm.insert(look, after="generate_sequences")
+    expected = algorithm.run(5, **PAUSING)
+    assert not any("paused" in list(table["ending"]) for table in drawn)
+    versions = [row.tolist() for table in drawn[1:] for row in table["token_versions"].rows()]
+    assert all(row == sorted(row) for row in versions)
+    assert any(len(set(row)) > 1 and len(row) > 4 for row in versions)
+    assert all(row.count(version) % 4 == 0 or version == row[-1] for row in versions for version in row)
+    waiting = lab.buffer.df()["prompt_uid"].nunique() + sum(found.group_count for found in lab.buffer.waiting)
+    assert waiting >= 4  # as many as staleness=2 lets be under way, those that paused among them
+
+    opened.again()
+    algorithm = long(lab)
+    first = algorithm.run(2, **PAUSING)
+    saved = lab.save(tmp_path / "paused", models=False).folder
+    last = algorithm.run(3, **PAUSING)
+    assert_same(pd.concat([first, last]), expected)
+    lab.recover(saved)
+    pressed.append("once")
+    algorithm.insert(look, after="generate_sequences")
+    with pytest.raises(StageInterrupted):
+        algorithm.run(3, **PAUSING)
+    assert algorithm.under_way and lab.iteration == 3
+    assert_same(algorithm.run(3, **PAUSING), expected.iloc[2:])
+    algorithm.run(4)  # nothing pauses any more, and what has is finished first
+    assert lab.buffer.waiting == []
+
+
+def test_a_generation_that_fails_keeps_what_had_paused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = opened.lab
+    opened.again()
+    algorithm = long(lab)
+    for _ in range(3):
+        algorithm.draw_ahead(pause_after=3)
+    expected = algorithm.iterate()
+
+    opened.again()
+    algorithm = long(lab)
+    algorithm.draw_ahead(pause_after=3)
+    algorithm.draw_ahead(pause_after=3)
+
+    def stopped(decoding: TransformersDecoding) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersDecoding, "step", stopped)
+        with pytest.raises(StageInterrupted):
+            algorithm.draw_ahead(pause_after=3)
+    algorithm.draw_ahead(pause_after=3)
+    assert algorithm.iterate() == expected
+
+
 def test_what_cannot_run_ahead_is_refused(opened: Opened) -> None:
     lab = opened.lab
     algorithm = opened.again()
@@ -253,6 +329,12 @@ def test_what_cannot_run_ahead_is_refused(opened: Opened) -> None:
         algorithm.run(1, staleness=-1)
     with expect_error(BadInput, value="staleness='1'"):
         algorithm.run(1, staleness="1")  # type: ignore[arg-type]
+    with expect_error(BadInput, value="pause_after=4 with staleness=0", remedy=r"run\(1, staleness=1, pause_after=4\)"):
+        algorithm.run(1, pause_after=4)
+    with expect_error(
+        BadInput, value="ReMax with pause_after", rule="one generation; here by generate_greedy, generate_s"
+    ):
+        MAKERS["ReMax"](lab).run(1, **PAUSING)
     stream = lab.demonstrations([{"prompt": "a", "response": "b"}] * 8)
     sft = wb.SFT(lab, stream, rows=4)
     with expect_error(BadInput, value="SFT with staleness", rule="none of its stages generates"):

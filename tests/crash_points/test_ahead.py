@@ -26,6 +26,7 @@ def stale(lab, ppo, last):
 """
 )
 REST = "out = stale(lab, ppo, {0})"
+KINDS = {"whole": "staleness=1", "in parts": "staleness=2, pause_after=5"}  # the arguments of `run`
 OPEN = """
 lab = tiny_lab("ahead", Path("runs"), {0})
 ppo = algorithm(lab)
@@ -37,12 +38,13 @@ out = str(lab.save("one").folder)
 class Ahead:
     """A workbench whose second iteration, with the generation for the third, is disturbed. driver: its kernel."""
 
-    def __init__(self, folder: Path, options: str) -> None:
+    def __init__(self, folder: Path, options: str, kind: str) -> None:
+        self.code = AHEAD.replace(KINDS["whole"], KINDS[kind])
         self.kernels = Kernels(folder, os.path.commonpath([folder, os.environ["WORKBENCH_HOME"]]))
-        self.driver = self.kernels.start(AHEAD)
-        self.one = self.driver.run(OPEN.format(options))
+        self.driver = self.kernels.start(self.code)
+        self.one = self.driver.run(OPEN.format(options).replace(KINDS["whole"], KINDS[kind]))
         self.second, self.third = self.driver.run(REST.format(2)), self.driver.run(REST.format(3))
-        assert self.second[-1]["iteration"] == [3, 3]
+        assert self.second[-1]["iteration"] == [3, 3] or kind == "in parts"
         self.go_back()
         self.points = self.driver.count(REST.format(2))
         self.go_back()
@@ -64,7 +66,7 @@ class Ahead:
             assert self.driver.disarm() < point and point > len(self.points) - 6
             self.go_back()
             return
-        kernel = self.kernels.start(AHEAD)
+        kernel = self.kernels.start(self.code)
         kernel.run("lab = wb.attach('ahead')\nppo = algorithm(lab)")
         self.goes_on(kernel)
 
@@ -81,16 +83,16 @@ class Ahead:
         self.goes_on(self.driver)
 
 
-@pytest.fixture(scope="module")
-def inline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    found = Ahead(tmp_path_factory.mktemp("points"), "backend='inline'")
+@pytest.fixture(scope="module", params=KINDS)
+def inline(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ahead]:
+    found = Ahead(tmp_path_factory.mktemp("points"), "backend='inline'", request.param)
     yield found
     found.kernels.close()
 
 
-@pytest.fixture(scope="module")
-def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
-    found = Ahead(tmp_path_factory.mktemp("points"), "if_exists='replace'")
+@pytest.fixture(scope="module", params=KINDS)
+def on_ray(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ahead]:
+    found = Ahead(tmp_path_factory.mktemp("points"), "if_exists='replace'", request.param)
     yield found
     found.kernels.start(AHEAD).run("wb.stop('ahead')")
     found.kernels.close()

@@ -251,6 +251,32 @@ def test_prefixes_are_kept_for_later_turns_alone(engine, model):
         cache.log_stats, cache.prefix_cache_stats = before
 
 
+def test_a_response_goes_on_with_its_cache_recomputed_or_kept(engine, name, model):
+    """Where the weights did not change both are the same; else what is kept was read by the older weights."""
+    prompt, sampling = [1, *range(40, 90)], Sampling(max_new_tokens=12, temperature=0)
+    whole = engine.generate([prompt], sampling, [0])
+
+    def gone_on(keep_cache, changes):
+        """The response, and how far its log-probabilities after the pause are from those of the weights of then."""
+        newest = load_causal_lm(name)
+        engine.update_weights(newest.named_parameters(), 0)
+        begun = engine.generate([prompt], sampling, [0], pause_after=5)
+        assert begun.response_ids == [whole.response_ids[0][:5]] and begun.endings == ["length"]
+        if changes:
+            perturb(newest)
+            engine.update_weights(newest.named_parameters(), 1)
+            engine.log_probs(prompt)  # as the probe after a sync
+        rest = engine.generate([prompt], sampling, [0], begun=begun.response_ids, keep_cache=keep_cache)
+        expected = cases.scored(newest, prompt + rest.response_ids[0])[len(prompt) + 4 :]
+        return rest.response_ids, (torch.tensor(rest.log_probs[0]) - expected).abs().max().item()
+
+    for keep_cache in (False, True):
+        ids, off = gone_on(keep_cache, changes=False)
+        assert ids == whole.response_ids and off < 1e-4
+    assert gone_on(keep_cache=False, changes=True)[1] < 1e-4
+    assert gone_on(keep_cache=True, changes=True)[1] > 1e-2
+
+
 def test_on_a_cpu_it_stays_and_says_so(engine):
     expected, recorder = engine.generate([[1, 40]], Sampling(max_new_tokens=4), [0]), Recorder()
     memory = engine.memory_bytes()

@@ -18,6 +18,7 @@ from workbench.backends import registry
 
 pytestmark = pytest.mark.slow
 MODELS = {"actor": TINY, "reward": vowels}
+PAUSING: dict[str, Any] = {"staleness": 2, "pause_after": 5}
 POOLS = wb.Placement.of({"train": (1, ["actor", "reward"]), "rollout": (1, ["rollout"])})
 
 
@@ -50,6 +51,7 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
     with tiny_lab("inline-stale", tmp_path, backend="inline", models=MODELS) as lab:
         algorithm = grpo(lab)
         expected = [algorithm.run(1, staleness=k).to_dict("index") for k in (1, 1, 0)]
+        expected.append(algorithm.run(3, **PAUSING).to_dict("index"))
     gate = tmp_path / "gate"
     gate.touch()
     with tiny_lab("stale-pools", tmp_path, models=MODELS, placement=POOLS, devices=2) as lab:
@@ -79,7 +81,9 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
         del registry.opened["stale-pools"]  # as in another kernel, which has what waits
         with wb.attach("stale-pools") as again:
             assert again is not lab and len(again.buffer) == 4
-            assert differing(grpo(again).run(1), expected[2]) == []
+            algorithm = grpo(again)
+            assert differing(algorithm.run(1), expected[2]) == []
+            assert differing(algorithm.run(3, **PAUSING), expected[3]) == []
 
 
 def differing(found: Any, expected: Any) -> list[tuple[int, str]]:

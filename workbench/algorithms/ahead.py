@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
-from workbench.algorithms.buffer import UNKNOWN, WaitingRollouts, rollouts_of
+import torch
+
+from workbench.algorithms.buffer import BEGUN, UNKNOWN, WaitingRollouts, rollouts_of
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged, Table
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
 from workbench.stages.group import GroupOperation
+from workbench.workers.partial_rollouts import check_parts
 
 
 def front(graph: Graph) -> tuple[Stage, ...]:
@@ -53,32 +58,105 @@ def keeping(lab: Lab, stage: Stage) -> Iterator[None]:
         yield
 
 
-def draw_ahead(lab: Lab, graph: Graph, has_run: Callable[[str], None]) -> Batch:
+def check_can_pause(graph: Graph) -> None:
+    """Raise `BadInput` where responses of this graph cannot go on in a later call."""
+    stages = front(graph)
+    if len(stages) != 2 or stages[1].operation != "generate_sequences":
+        raise BadInput(
+            f"{graph.title} with pause_after",
+            f"prompts are followed by one generation; here by {', '.join(stage.name for stage in stages[1:])}",
+            "leave pause_after out",
+        )
+    check_parts({**stages[1].arguments, "pause_after": 1, "resume": True})
+
+
+def draw_ahead(
+    lab: Lab,
+    graph: Graph,
+    has_run: Callable[[str], None],
+    pause_after: int | None = None,
+    fresh: bool = True,
+    before: int | None = None,
+) -> Batch:
     """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
 
-    has_run: called with the name of each stage that was made.
+    has_run: called with the name of each stage that was made. fresh: draw prompts; else only go on with what paused.
+    before: go on with what was drawn before this iteration; None: with all that paused.
     """
-    stages, waiting, counters = front(graph), lab.buffer.waiting, lab.runner.counters
+    stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
-    last = max([lab.iteration, *(found.iteration for found in waiting)])
-    interrupted = (found for found in waiting if found.stages == names and not found.whole)
-    found = next(interrupted, WaitingRollouts(iteration=last + 1, stages=names))
+    paused = buffer.part_paused(names, before)
+    last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
+    interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
+    found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
     reported, counters.last_metrics = counters.last_metrics, found.metrics
     try:
         for stage in stages:
-            if stage.name in found.made:
+            if stage.name in found.made or (stage.role == "prompts" and not fresh):
                 continue
             with keeping(lab, stage):
                 if stage.role == "prompts":
                     found.made[stage.name] = lab.prompts.ahead(groups_of(stages), found.iteration)
-                    lab.buffer.waiting.append(found)
+                    buffer.waiting.append(found)
                 else:
-                    found.made[stage.name] = graph.call(stage, lab, found.made)
+                    if paused and BEGUN not in found.made:
+                        gather(lab, stages, found, paused)
+                    stage = in_part(stage, found, pause_after)
+                    found.made[stage.name], found.drawn_in = graph.call(stage, lab, found.made), lab.iteration
                 lab.note_position()
             has_run(stage.name)
     finally:
         counters.last_metrics = reported
     return found.rollouts
+
+
+def gather(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, paused: Sequence[WaitingRollouts]) -> None:
+    """Have responses that paused go on beside those that `found` begins; what it is of then waits in their place."""
+    prompts, generation = stages
+    rows = [one.made[generation.name] for one in paused]
+    drawn = [one.made[prompts.name] for one in paused]
+    if prompts.name in found.made:
+        drawn.append(found.made[prompts.name])
+        new = drawn[-1].repeat(int(generation.kwargs.get("samples", 1)))
+        lists: list[list[Any]] = [[] for _ in range(new.rows)]
+        nothing: Table = {
+            **dict.fromkeys(("response_ids", "token_versions"), Ragged.of(lists, torch.int64)),
+            "response_mask": Ragged.of(lists, torch.bool),
+            "rollout_log_prob": Ragged.of(lists, torch.float32),
+            "ending": ["paused"] * new.rows,
+            "finished": torch.zeros(new.rows, dtype=torch.bool),
+            "sample_seed": torch.zeros(new.rows, dtype=torch.int64),
+        }
+        rows.append(new.join(lab.put(nothing)))
+    begun = Batch.concat(rows)
+    found.made = {
+        prompts.name: Batch.concat(drawn),
+        BEGUN: begun.derive("draw", begun.columns, {"iteration": found.iteration}),
+    }
+    gone = [*map(id, (*paused, found))]
+    lab.buffer.waiting = [*(one for one in lab.buffer.waiting if id(one) not in gone), found]
+
+
+def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> Stage:
+    """The generation of `found` as it is called where responses pause, or go on."""
+    kwargs = stage.kwargs if pause_after is None else {**stage.kwargs, "pause_after": pause_after}
+    if BEGUN not in found.made:
+        return replace(stage, kwargs=kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name != "samples"}
+    return replace(stage, inputs=(BEGUN,), kwargs={**kwargs, "resume": True})
+
+
+def finish(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
+    """Go on with responses that paused until the groups of an iteration are whole. draw: goes on with all of them."""
+    stages, buffer = front(graph), lab.buffer
+    names = tuple(stage.name for stage in stages)
+
+    def under_way() -> bool:
+        begun = any(found.stages == names and BEGUN in found.made for found in buffer.waiting)
+        return begun or bool(buffer.part_paused(names))
+
+    while stages and buffer.count(names) < groups_of(stages) and under_way():
+        draw(fresh=False)
 
 
 def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
@@ -117,10 +195,17 @@ def groups_of(stages: Sequence[Stage]) -> int:
     return int(first.kwargs.get("n", first.args[0] if first.args else 0))
 
 
-def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[[], object]) -> None:
+def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) -> None:
     """Generate ahead as long as rollouts that are begun now are at most so many iterations behind when they are drawn.
-    The rollouts of the iteration under way have been drawn. draw: generates for one more iteration."""
-    stages = front(graph)
+    The rollouts of the iteration under way have been drawn. draw: generates for one more iteration. Responses that have
+    paused are given one more part an iteration."""
+    stages, iteration = front(graph), lab.iteration
     names, groups = tuple(stage.name for stage in stages), groups_of(stages)
-    while lab.buffer.count(names) + groups <= staleness * groups:
-        draw()
+
+    def waiting() -> list[WaitingRollouts]:
+        return [found for found in lab.buffer.waiting if found.stages == names and found.whole]
+
+    while sum(found.group_count for found in waiting()) + groups <= staleness * groups:
+        draw(before=iteration)
+    if any(found.drawn_in < iteration and found.paused for found in waiting()):
+        draw(fresh=False, before=iteration)

@@ -61,6 +61,7 @@ def _bar(y: float, name: str, age: int, rows: int, oldest: int) -> str:
 
 
 UNKNOWN = -1  # the weights version of rollouts that do not say which weights drew them
+BEGUN = "begun"  # beside stages in `made`: the rows with which the generation under way goes on
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,7 +70,8 @@ class WaitingRollouts:
 
     iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
     made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
-    times_drawn: of each row of the rollouts, in row order; made when it is first asked for.
+    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. drawn_in: the iteration in
+    which its responses were drawn last.
     """
 
     iteration: int
@@ -77,7 +79,9 @@ class WaitingRollouts:
     made: dict[str, Batch] = field(default_factory=dict)
     metrics: dict[str, MetricValues] = field(default_factory=dict)
     times_drawn: np.ndarray | None = None
+    drawn_in: int = 0
     _rows: Mapping[str, np.ndarray] | None = None
+    _paused: list[int] | None = None
 
     @property
     def whole(self) -> bool:
@@ -86,7 +90,19 @@ class WaitingRollouts:
 
     def fits(self, stages: Sequence[str] | None) -> bool:
         """Whether it is whole, and these stages made it; None: any stages."""
-        return self.whole and (stages is None or self.stages == tuple(stages))
+        return self.whole and (stages is None or self.stages == tuple(stages)) and not self.paused
+
+    @property
+    def paused(self) -> list[int]:
+        """The prompts of its groups with a response that has paused. Waits until the responses are drawn."""
+        if self._paused is None:
+            self._paused, batch = [], self.rollouts
+            if "token_versions" in batch.names:
+                table = batch.fetch(["prompt_uid", "ending"])
+                pairs = zip(*(np.asarray(column).tolist() for column in table.values()), strict=True)
+                self._paused = list(dict.fromkeys(uid for uid, ending in pairs if ending == "paused"))
+                self.made.pop(BEGUN, None)
+        return self._paused
 
     @property
     def group_count(self) -> int:
@@ -103,21 +119,26 @@ class WaitingRollouts:
     @property
     def version(self) -> int:
         """The optimizer steps of the actor's weights that drew it; of several, of the oldest."""
+        if self._paused is not None and self._rows is not None:
+            return int(self._rows["weights_version"].min())
         return int(self.rollouts.meta.get("weights_version", UNKNOWN))
 
     @property
     def rows(self) -> Mapping[str, np.ndarray]:
-        """What is known of each row of the rollouts: `prompt_uid`, `weights_version` of its tokens, `response_tokens`,
-        `reward` (NaN before it is scored)."""
+        """What is known of each row of the rollouts: `prompt_uid`, `weights_version` of its tokens, of several the
+        oldest, `response_tokens`, `reward` (NaN before it is scored)."""
         if self._rows is None:
             batch = self.rollouts
-            table = batch.fetch([name for name in ("prompt_uid", "rewards") if name in batch.names])
+            table = batch.fetch([n for n in ("prompt_uid", "rewards", "token_versions") if n in batch.names])
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             if isinstance(rewards, Ragged):
                 rewards = np.array([float(row.double().sum()) for row in rewards.rows()])
+            versions = np.full(batch.rows, self.version)
+            if isinstance(of_tokens := table.get("token_versions"), Ragged):
+                versions = np.array([int(row.min()) if len(row) else self.version for row in of_tokens.rows()])
             self._rows = {
                 "prompt_uid": np.asarray(table["prompt_uid"]),
-                "weights_version": np.full(batch.rows, self.version),
+                "weights_version": versions,
                 "response_tokens": batch.lengths("response_ids"),
                 "reward": np.asarray(torch.as_tensor(rewards).double()),
             }
@@ -137,6 +158,7 @@ class WaitingRollouts:
     def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
         """Of each batch the rows of these prompts."""
         wanted, made = list(uids), dict[str, Batch]()
+        self.paused  # noqa: B018 (what it has begun is over)
         for stage, batch in self.made.items():
             there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
             made[stage] = batch.take(np.flatnonzero(np.isin(there, wanted)))
@@ -144,7 +166,8 @@ class WaitingRollouts:
         rows = {name: column[kept] for name, column in self.rows.items()}
         return WaitingRollouts(
             iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
-            times_drawn=self.drawn[kept], _rows=rows,
+            times_drawn=self.drawn[kept], drawn_in=self.drawn_in, _rows=rows,
+            _paused=[uid for uid in self.paused if uid in wanted],
         )  # fmt: skip
 
     def forget_unmade(self) -> None:
@@ -163,6 +186,7 @@ class WaitingRollouts:
             "made": dict(kept),
             "metrics": {stage: dict(values) for stage, values in self.metrics.items()},
             "times_drawn": None if self.times_drawn is None else self.times_drawn.tolist(),
+            "drawn_in": self.drawn_in,
         }
 
     @classmethod
@@ -172,7 +196,7 @@ class WaitingRollouts:
         return cls(
             iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
             metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
-            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64),
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), drawn_in=state["drawn_in"],
         )  # fmt: skip
 
 
@@ -326,6 +350,21 @@ class Buffer:
     def put_back(self, taken: Sequence[WaitingRollouts]) -> None:
         """Have what `take_out` gave wait again, before all others."""
         self.waiting[:0] = taken
+
+    def part_paused(self, stages: Sequence[str], before: int | None = None) -> list[WaitingRollouts]:
+        """Part the groups that these stages made, and that are whole, from those with a response that has paused; the
+        latter. before: only what was drawn before this iteration."""
+        waiting, paused = list[WaitingRollouts](), list[WaitingRollouts]()
+        for found in self.waiting:
+            mine = found.whole and found.stages == tuple(stages) and (before is None or found.drawn_in < before)
+            if mine and found.paused:
+                others = [uid for uid in found.groups() if uid not in found.paused]
+                waiting += [found.with_groups(others)] if others else []
+                found = found.with_groups(found.paused) if others else found
+                paused.append(found)
+            waiting.append(found)
+        self.waiting = waiting
+        return paused
 
     def count(self, stages: Sequence[str] | None = None) -> int:
         """How many groups wait that these stages made; None: all."""

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from workbench.algorithms.ahead import check_can_run_ahead, draw_ahead, drawn, fill, front, keeping
+from workbench.algorithms.ahead import (
+    check_can_pause,
+    check_can_run_ahead,
+    draw_ahead,
+    drawn,
+    fill,
+    finish,
+    front,
+    keeping,
+)
 from workbench.algorithms.buffer import WaitingRollouts
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
@@ -54,6 +63,7 @@ class Algorithm(StageEdits):
     _interrupted = False  # in the iteration under way
     _iteration = 0
     _staleness = 0  # iterations that the `run` under way generates ahead
+    _pause_after: int | None = None  # tokens, of its responses
     _ended = 0
     _made_in: Cell | None = None
     _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there
@@ -116,6 +126,8 @@ class Algorithm(StageEdits):
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
+        if stage.role == "prompts" and not self.made:
+            finish(self.lab, graph, self._draw_ahead)
         with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = drawn(self.lab, graph)
@@ -130,25 +142,31 @@ class Algorithm(StageEdits):
             self._end()
         return made
 
-    def draw_ahead(self) -> Batch:
+    def draw_ahead(self, *, pause_after: PositiveInt | None = None) -> Batch:
         """Draw the prompts of the first iteration to come that has none, and generate for them with the actor's present
         weights. The rollouts wait in `lab.buffer`, where their iteration finds them: one step of what `run(n,
-        staleness=k)` does by itself. The batch.
+        staleness=k)` does by itself. The batch. pause_after: as in `run`; responses that paused earlier go on with it.
 
         Raises `BadInput` where the stages before generation draw no prompts of `lab.prompts`, or update a role.
         """
         self.lab.take_edits()
         graph = self.graph()
         check_can_run_ahead(graph)
+        if pause_after is not None:
+            check_can_pause(graph)
         self.lab.runner.require_nothing_to_skip("draw_ahead()")
         with self._stoppable("draw_ahead"):
             self.lab.position.take_up(self)
-            self.lab.position.algorithm = self
-            return self._draw_ahead()
+            self.lab.position.algorithm, self._pause_after = self, pause_after
+            try:
+                return self._draw_ahead()
+            finally:
+                self._pause_after = None
 
-    def _draw_ahead(self) -> Batch:
+    def _draw_ahead(self, **how: Any) -> Batch:
         once = self._once
-        return draw_ahead(self.lab, self._graph_with(once), lambda stage: self._has_run(stage, once))
+        graph, pause_after = self._graph_with(once), self._pause_after
+        return draw_ahead(self.lab, graph, lambda stage: self._has_run(stage, once), pause_after, **how)
 
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.
@@ -255,6 +273,7 @@ class Algorithm(StageEdits):
         iterations: PositiveInt,
         *,
         staleness: NonNegativeInt = 0,
+        pause_after: PositiveInt | None = None,
         evaluate: Callable[[], object] | None = None,
         every: PositiveInt = 1,
     ) -> pd.DataFrame:
@@ -271,6 +290,10 @@ class Algorithm(StageEdits):
         same. What waits when the run is over is what the next iterations begin with, at whatever staleness. At 0
         nothing is generated ahead. See `Correction` for what old rollouts do to an update.
 
+        pause_after: tokens after which a response that is generated ahead pauses. It waits in the buffer, takes the
+        next weights, and goes on in the next iteration beside new ones (partial rollouts), so that no iteration waits
+        for the longest response; `token_versions` says which weights drew each token.
+
         A terminal shows the progress; the log of a script has a line an iteration.
 
         evaluate: called after each `every` iterations, such as `lambda: lab.evaluate(held_out)` or
@@ -280,6 +303,14 @@ class Algorithm(StageEdits):
         """
         if staleness:
             check_can_run_ahead(self.graph())
+        if pause_after is not None:
+            if not staleness:
+                raise BadInput(
+                    f"pause_after={pause_after} with staleness=0",
+                    "an iteration that generates what it trains on needs whole responses",
+                    f"write run({iterations}, staleness=1, pause_after={pause_after})",
+                )
+            check_can_pause(self.graph())
         self.lab.take_edits()
         rows, seconds = [], []
         self.lab.position.take_up(self)
@@ -294,6 +325,7 @@ class Algorithm(StageEdits):
                 resumed = False
                 batches = self.lab.runner.batches
                 looping, batches.looping, self._staleness = batches.looping, True, staleness
+                self._pause_after = pause_after
                 started_s = time.perf_counter()
                 try:
                     with self.lab.overlap():
@@ -309,7 +341,7 @@ class Algorithm(StageEdits):
                         self._from_buffer = ()
                     raise
                 finally:
-                    batches.looping, self._staleness = looping, 0
+                    batches.looping, self._staleness, self._pause_after = looping, 0, None
                 self.restart()
                 seconds.append(time.perf_counter() - started_s)
                 rows.append({"iteration": self.lab.iteration, **metrics})

@@ -69,6 +69,8 @@ SCHEMA: Mapping[str, ColumnSchema] = MappingProxyType(
         "context_starts": _per_token(holds="zeros and ones", least=0, most=1),
         "step_ends": _per_token(holds="zeros and ones", least=0, most=1),
         "rollout_log_prob": _TOKEN_NUMBER,
+        "token_versions": _per_token(holds="whole numbers"),
+        "sample_seed": ColumnSchema(holds="whole numbers"),
         "sampling_mask_ids": ColumnSchema(holds="whole numbers", row="tokens", least=0),
         "sampling_mask_sizes": _per_token(holds="whole numbers", least=0),
         "old_log_prob": _TOKEN_NUMBER,

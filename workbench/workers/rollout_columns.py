@@ -17,6 +17,7 @@ from workbench.workers.sampling_mask import MASK_COLUMNS, mask_columns, mask_met
 
 CUT = ("length", "max_turns", "max_tokens", "max_seconds", "max_calls")  # endings that are not the response's own
 COMPONENTS = "environment_components"  # what an agent returned, by name
+PAUSED = "paused"  # that of a response that goes on in a later call, see `workbench.workers.partial_rollouts`
 FAILED = "failed"  # that of a row whose environment failed
 # of responses of several turns
 TURN_COLUMNS = ("turns", "environment_rewards", "turn_starts", "turn_ends", "turn_rewards")
@@ -30,7 +31,7 @@ def single_turn(rollout: Rollout, rows: slice) -> Table:
         "response_ids": responses,
         "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
         "rollout_log_prob": Ragged.of(rollout.log_probs[rows], torch.float32),
-        **_endings(rollout.endings[rows]),
+        **ending_columns(rollout.endings[rows]),
         **({} if rollout.sets is None else mask_columns(rollout.sets[rows])),
     }
 
@@ -41,7 +42,7 @@ def several_turns(conversations: Sequence[Conversation], keeps_mask: bool = Fals
         "response_ids": Ragged.of([c.response_ids for c in conversations], torch.int64),
         "response_mask": Ragged.of([c.mask for c in conversations], torch.bool),
         "rollout_log_prob": Ragged.of([c.log_probs for c in conversations], torch.float32),
-        **_endings([c.ending or "max_tokens" for c in conversations]),
+        **ending_columns([c.ending or "max_tokens" for c in conversations]),
         "turns": torch.tensor([c.turns for c in conversations]),
         "environment_rewards": Ragged.of([c.rewards for c in conversations], torch.float32),
         "turn_starts": Ragged.of([c.turn_starts for c in conversations], torch.int64),
@@ -62,8 +63,9 @@ def context_starts(starts: Sequence[Sequence[int]], columns: Table) -> Table:
     return {CONTEXT_STARTS: Ragged.of(found, torch.bool)}
 
 
-def _endings(endings: Sequence[str]) -> Table:
-    finished = torch.tensor([ending not in (*CUT, FAILED) for ending in endings], dtype=torch.bool)
+def ending_columns(endings: Sequence[str]) -> Table:
+    """What ended each response, and whether it is one of its own."""
+    finished = torch.tensor([ending not in (*CUT, FAILED, PAUSED) for ending in endings], dtype=torch.bool)
     return {"finished": finished, "ending": list(endings)}
 
 
@@ -92,6 +94,8 @@ def rollout_metrics(columns: Table) -> Metrics:
     metrics["truncated/fraction"] = mean(sum(ending in CUT for ending in endings))
     # the same names on every rank, or the counts of a rank without an ending would be missing
     metrics |= {f"ending_{name}/fraction": mean(sum(ending == name for ending in endings)) for name in ENDINGS}
+    if "token_versions" in columns:
+        metrics["ending_paused/fraction"] = mean(endings.count(PAUSED))
     if MASK_COLUMNS[0] in columns:
         ids, sizes = (columns[name] for name in MASK_COLUMNS)
         assert isinstance(ids, Ragged) and isinstance(sizes, Ragged)

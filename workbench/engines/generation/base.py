@@ -175,18 +175,27 @@ class Decoding(ABC):
         self._settings, self._vocab_size, self._ends, self.tokens = settings, vocab_size, ends, 0
 
     def add(
-        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, stop: tuple[str, ...] | None = None
+        self,
+        row: int,
+        prompt_ids: Sequence[int],
+        seed: int,
+        room: int,
+        stop: tuple[str, ...] | None = None,
+        begun: Sequence[int] = (),
     ) -> None:
         """Add a row, under a number that none of the open ones has. Raises `BadInput` for a prompt that cannot be.
 
-        What it draws depends on its prompt and its `seed`, not on when it comes. room: most tokens of the response.
-        stop: strings that end it, in place of those of `Sampling`.
+        What it draws depends on its prompt and its `seed`, not on when it comes. room: most tokens that are drawn.
+        stop: strings that end it, in place of those of `Sampling`. begun: what the response has already; its `ids` are
+        with them, its `log_probs` those of the tokens that are drawn.
         """
-        room = response_room(row, prompt_ids, room, self._settings, self._vocab_size)
-        self._add(row, prompt_ids, seed, room, self._ends if stop is None else self._ends.with_strings(stop))
+        room = response_room(row, [*prompt_ids, *begun], room, self._settings, self._vocab_size)
+        self._add(row, prompt_ids, seed, room, self._ends if stop is None else self._ends.with_strings(stop), begun)
 
     @abstractmethod
-    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
+    def _add(
+        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
+    ) -> None:
         """`add` of a row that is checked. ends: what ends it; its token ids are those of all rows."""
 
     @abstractmethod
@@ -212,17 +221,29 @@ class GenerationEngine(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         progress: Progress | None = None,
+        *,
+        begun: Sequence[Sequence[int] | None] | None = None,
+        pause_after: int | None = None,
+        keep_cache: bool = False,
     ) -> Rollout:
         """One response a prompt. Row i is drawn with its own stream `seeds[i]`: neither rank nor order matters.
+
+        begun: what each response has already, see `Decoding.add`; None: nothing is drawn for this row. pause_after:
+        most tokens that are drawn for a row. keep_cache: see `decoding`.
 
         Where `progress` raises, all rows are given up.
         """
         if len(seeds) != len(prompt_ids):
             raise BadInput(f"{len(seeds)} seeds for {len(prompt_ids)} prompts", "each prompt has a seed of its own")
         made: dict[int, Response] = {}
-        with self.decoding(sampling) as decoding:
-            for row, (ids, seed) in enumerate(zip(prompt_ids, seeds, strict=True)):
-                decoding.add(row, ids, seed, sampling.max_new_tokens)
+        had_of_rows = [()] * len(seeds) if begun is None else begun
+        with self.decoding(sampling, keep_cache=keep_cache) as decoding:
+            for row, (ids, seed, had) in enumerate(zip(prompt_ids, seeds, had_of_rows, strict=True)):
+                if had is None or len(had) >= sampling.max_new_tokens:
+                    made[row] = Response(row=row, ids=[*(had or ())], log_probs=[], ending="length", sets=[])
+                    continue
+                room = sampling.max_new_tokens - len(had)
+                decoding.add(row, ids, seed, min(room, pause_after or room), begun=had)
             while decoding.open:
                 made.update((response.row, response) for response in decoding.step())
                 if progress is not None:
@@ -235,16 +256,17 @@ class GenerationEngine(ABC):
             sets=[response.sets for response in responses] if sampling.keeps_mask else None,
         )
 
-    def decoding(self, sampling: Sampling) -> AbstractContextManager[Decoding]:
+    def decoding(self, sampling: Sampling, *, keep_cache: bool = False) -> AbstractContextManager[Decoding]:
         """Decode rows that are not all known beforehand; at the end, those that are open are given up.
 
-        What is computed for a row may be used again for one that continues it. Every rank of a tensor group adds the
+        What is computed for a row may be used again for one that continues it. keep_cache: also what was computed in
+        earlier decodings, with the weights of then; only vLLM has it. Every rank of a tensor group adds the
         same rows, before the same steps.
         """
         self._require_weights()
         if sampling.token_ids:
             check_vocabulary(sampling.token_ids, self._vocab_size, "stop_token_ids or logit_bias")
-        return self._decoding(sampling, Endings(self._tokenizer, sampling, self._end_ids))
+        return self._decoding(sampling, Endings(self._tokenizer, sampling, self._end_ids), keep_cache)
 
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
@@ -253,7 +275,7 @@ class GenerationEngine(ABC):
         return self._log_probs(token_ids)
 
     @abstractmethod
-    def _decoding(self, sampling: Sampling, ends: Endings) -> AbstractContextManager[Decoding]:
+    def _decoding(self, sampling: Sampling, ends: Endings, keep_cache: bool) -> AbstractContextManager[Decoding]:
         """`decoding` of an engine that has its weights."""
 
     @abstractmethod

@@ -153,6 +153,11 @@ class _Row:
     log_probs: list[float] = field(default_factory=list)
     sets: list[Sequence[int]] = field(default_factory=list)
 
+    @property
+    def read(self) -> list[int]:
+        """What the model reads before it draws the next token."""
+        return [*self.prompt_ids, *self.ids]
+
 
 class TransformersDecoding(Decoding):
     """See the base class. autocast: what the model computes under."""
@@ -183,8 +188,11 @@ class TransformersDecoding(Decoding):
     def open(self) -> int:  # type: ignore[override]
         return len(self._rows) + len(self._waiting)
 
-    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
-        heapq.heappush(self._waiting, (len(prompt_ids), self._added, _Row(row, prompt_ids, seed, room, ends)))
+    def _add(
+        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
+    ) -> None:
+        new = _Row(row, prompt_ids, seed, len(begun) + room, ends, [*begun])
+        heapq.heappush(self._waiting, (len(new.read), self._added, new))
         self._added += 1
 
     @torch.no_grad()
@@ -206,12 +214,13 @@ class TransformersDecoding(Decoding):
 
     def _join(self, rows: list[_Row]) -> Tensor:
         """Take rows into the batch; the logits after their prompts, [B, V]."""
-        width, device = max(len(row.prompt_ids) for row in rows), self._mask_BT.device
+        read, device = [row.read for row in rows], self._mask_BT.device
+        width = max(len(one) for one in read)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, width - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
-            mask[i, width - len(row.prompt_ids) :] = 1
+        for i, one in enumerate(read):
+            ids[i, width - len(one) :] = torch.tensor(one)
+            mask[i, width - len(one) :] = 1
         mask = mask.to(device)
         cache: Any = DynamicCache()
         logits = self._forward(ids.to(device), mask, cache)
@@ -326,7 +335,7 @@ class TransformersEngine(GenerationEngine):
         self._memory = HostMemory()
 
     @contextmanager
-    def _decoding(self, sampling: Sampling, ends: Endings) -> Iterator[Decoding]:
+    def _decoding(self, sampling: Sampling, ends: Endings, keep_cache: bool) -> Iterator[Decoding]:
         # Layers that recompute activations are in training mode, in which they drop the key-value cache.
         recomputing = [module for module in self._model.modules() if module.training]
         for module in recomputing:

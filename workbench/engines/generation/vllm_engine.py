@@ -47,6 +47,7 @@ from workbench.models.loading import load_config
 from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
 from workbench.settings.engines import Generation, Sampling
+from workbench.support.seeds import turn_seed
 from workbench.telemetry import span
 
 _numbers = itertools.count()
@@ -58,9 +59,9 @@ class VllmDecoding(Decoding):
     """Rows of an `LLMEngine`, which batches whatever is there. Rows that are open at the end are aborted.
 
     adapter: what vLLM is asked for so that it computes with one. working: what it computes under. The prefix cache
-    starts empty: a result must not depend on earlier calls, and these may have had other weights. On a GPU vLLM
-    launches a step before it returns the tokens of the one before, so this code costs time only where it takes longer
-    than a step.
+    starts empty unless it is kept: a result must not depend on earlier calls, and these may have had other weights. On
+    a GPU vLLM launches a step before it returns the tokens of the one before, so this code costs time only where it
+    takes longer than a step.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class VllmDecoding(Decoding):
         *,
         adapter: Any,
         working: Callable[[], AbstractContextManager[None]],
+        keep_cache: bool,
     ) -> None:
         super().__init__(settings, vocab_size, ends)
         self._engine, self._client = engine, engine.engine_core
-        self._sampling, self._adapter, self._working = sampling, adapter, working
+        self._sampling, self._adapter, self._working, self._keep_cache = sampling, adapter, working, keep_cache
         self._running: dict[str, tuple[Response, Endings]] = {}
         self._stack = ExitStack()
 
@@ -85,7 +87,8 @@ class VllmDecoding(Decoding):
         return len(self._running)
 
     def __enter__(self) -> VllmDecoding:
-        self._engine.reset_prefix_cache()
+        if not self._keep_cache:
+            self._engine.reset_prefix_cache()
         self._stack.enter_context(_live_objects_uncollected())
         return self
 
@@ -94,10 +97,16 @@ class VllmDecoding(Decoding):
             self._client.abort_requests(list(self._running))
             _drain(self._client)
 
-    def _add(self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings) -> None:
-        params = sampling_params(self._sampling, self._ends.token_ids, seed, room, self._vocab_size)
-        response = Response(row=row, ids=[], log_probs=[], ending="length", sets=[])
-        self._running[_request(self._engine, prompt_ids, params, self._adapter)] = response, ends
+    def _add(
+        self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
+    ) -> None:
+        least = max(0, self._sampling.min_new_tokens - len(begun))
+        sampling = replace(self._sampling, min_new_tokens=least) if begun else self._sampling
+        params = sampling_params(
+            sampling, self._ends.token_ids, turn_seed(seed, len(begun)), room, self._vocab_size
+        )  # fmt: skip
+        response = Response(row=row, ids=[*begun], log_probs=[], ending="length", sets=[])
+        self._running[_request(self._engine, [*prompt_ids, *begun], params, self._adapter)] = response, ends
 
     def step(self) -> list[Response]:
         ended, stopped = list[Response](), list[str]()
@@ -265,7 +274,7 @@ class VllmEngine(GenerationEngine):
             and self._engine.apply_model(keeps_weights_as_loaded)[0]
         )
 
-    def _decoding(self, sampling: Sampling, ends: Endings) -> AbstractContextManager[Decoding]:
+    def _decoding(self, sampling: Sampling, ends: Endings, keep_cache: bool) -> AbstractContextManager[Decoding]:
         self._wake("kv_cache")
         return VllmDecoding(
             self._engine,
@@ -275,14 +284,14 @@ class VllmEngine(GenerationEngine):
             self._vocab_size,
             adapter=self._adapter,
             working=self._working,
+            keep_cache=keep_cache,
         )
 
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
 
         self._wake("kv_cache")
-        with self._working():
-            self._engine.reset_prefix_cache()
+        with self._working():  # it reads nothing of the prefix cache, as nothing that asks for prompt_logprobs does
             self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
             outputs: list[Any] = []
             while not outputs or not outputs[-1].finished:

@@ -99,6 +99,7 @@ class _Waiting(_Values):
     made: dict[str, _Made]
     metrics: dict[str, dict[str, Any]]
     times_drawn: list[NonNegativeInt] | None
+    drawn_in: NonNegativeInt = 0
 
 
 class _State(_Values):

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from workbench.batches.columns import Table
 from workbench.batches.schema import CONTEXT_STARTS, STATUS
 from workbench.data.agent import Agents
 from workbench.data.environment import Environments
@@ -28,7 +29,7 @@ from workbench.settings.context import GivenContext
 from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, keeps_mask, truncation
 from workbench.support.calls.pickling import name_of
 from workbench.support.seeds import sample_seed
-from workbench.support.validation import NonNegativeInt
+from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
@@ -37,6 +38,9 @@ from workbench.workers.conversation import Compaction, Conversation, converse
 from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, notes_on_sync, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
+from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
+from workbench.workers.partial_rollouts import READS as RESUMED
+from workbench.workers.partial_rollouts import Begun, check_cache, check_parts, in_parts
 from workbench.workers.rollout_columns import (
     COMPONENTS,
     TURN_COLUMNS,
@@ -56,7 +60,8 @@ STEPS_TOGETHER = 8  # tokens that ranks of tensor groups make between two exchan
 
 
 def _sampling(arguments: Mapping[str, Any]) -> Sampling:
-    settings = {name: value for name, value in arguments.items() if name != "seed"}
+    others = ("seed", "pause_after", "resume", "cache")  # of one call
+    settings = {name: value for name, value in arguments.items() if name not in others}
     for name in ("stop", "stop_token_ids"):  # any sequence will do; Sampling refuses a bare string and a bare number
         settings[name] = settings[name] if isinstance(settings[name], str | int) else tuple(settings[name])
     return Sampling(**settings)
@@ -66,6 +71,7 @@ def _rollout_writes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     columns = ["response_ids", "response_mask", "rollout_log_prob", "finished", "ending"]
     columns += MASK_COLUMNS if keeps_mask(arguments) else []
     columns += ["prompt_ids", *TURN_COLUMNS, *STATUS] if _of_several_turns(arguments) else []
+    columns += PART_COLUMNS if in_parts(arguments) else []
     columns += [CONTEXT_STARTS] if arguments["agent"] or arguments["context"] else []
     return (*columns, *([COMPONENTS] if arguments["agent"] else []))
 
@@ -74,7 +80,18 @@ def _of_several_turns(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments["environment"] or arguments["agent"])
 
 
+def _rollout_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    columns = ["prompt_ids", "prompt_uid", *(["prompt"] if _of_several_turns(arguments) else [])]
+    return (*columns, *(RESUMED if arguments["resume"] else ()))
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    _sampling(arguments)
+    check_parts(arguments)
+
+
 def _check_generation(arguments: Mapping[str, Any], model: Model) -> None:
+    check_cache(arguments, model.generation)
     check_room(arguments, model.generation)
     check_mask(arguments, model.generation)
 
@@ -157,13 +174,13 @@ class SamplingWorker(Worker):
 
     @register(
         THREE_D_ALL_MICRO_DP,
-        reads=lambda arguments: ("prompt_ids", "prompt_uid", *(("prompt",) if _of_several_turns(arguments) else ())),
+        reads=_rollout_reads,
         optional=lambda arguments: (*STATUS, "counted", *((ALL_TEXT,) if _of_several_turns(arguments) else ())),
         writes=_rollout_writes,
         minibatched=True,
         samples=True,
         generates=True,
-        check=_sampling,
+        check=_check_arguments,
         check_model=_check_generation,
     )
     def generate_sequences(
@@ -195,6 +212,9 @@ class SamplingWorker(Worker):
         call_timeout_s: float = 30.0,
         retries: int = 0,
         most_failed: float = 0.2,
+        pause_after: PositiveInt | None = None,
+        resume: bool = False,
+        cache: Literal["recomputed", "kept"] = "recomputed",
         seed: NonNegativeInt | None = None,
     ) -> Output:
         """Draw responses with the actor's newest weights (synced first if an update came in between).
@@ -205,6 +225,10 @@ class SamplingWorker(Worker):
 
         samples: responses a prompt; rows of one prompt stand side by side. temperature: 0 is greedy.
         stop: strings that end a response. seed: the same seed draws the same responses again; None draws anew.
+        pause_after: a response to which this call has added so many tokens pauses, with the ending "paused". resume: go
+        on with the paused rows of a batch, with the newest weights, and leave its others as they are. cache:
+        "recomputed", with these weights; or "kept", as the weights of then left it, where vLLM still has it: then the
+        tokens before are read through older weights. See `workbench.workers.partial_rollouts`.
         environment, max_turns: responses of several turns with tool output in between, see
         `workbench.data.environment`. agent: a harness of yours that asks for each turn over HTTP, see
         `workbench.data.agent`. context: what the policy reads of a long conversation, see `wb.Context`. The other
@@ -220,7 +244,8 @@ class SamplingWorker(Worker):
         on the last token, and `environment_components` [rows] has what it returned by name. With an agent or a context
         `context_starts` [rows, response tokens] is 1 where contexts but the first begin. With keep_mask and top_p,
         top_k or min_p also `sampling_mask_sizes` [rows, response tokens], how many tokens could be drawn (0: all), and
-        `sampling_mask_ids`, which ones.
+        `sampling_mask_ids`, which ones. With pause_after or resume also `token_versions` [rows, response tokens], the
+        weights version that drew each token, and `sample_seed` [rows].
 
         A row whose environment fails, after `retries` with new environments, has "failed" as its ending; it is not
         `valid`, `failure` says why, and `batch.failed()` lists it. The others go on. Where more than `most_failed` of
@@ -248,12 +273,16 @@ class SamplingWorker(Worker):
                 conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
                 columns = several_turns(conversations, sampling.keeps_mask)
                 columns |= context_starts([c.context_starts for c in conversations], columns) if context else {}
+            elif pause_after or resume:
+                begun = Begun.of(batch, seeds[mine], resume)
+                columns = self._go_on(begun, prompts, mine, sampling, pause_after, cache == "kept")
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
                 columns = single_turn(rollout, mine)
             # where the ranks of a tensor group have the same rows, those of its first rank count
             if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
-                counted.tokens = int(columns["response_mask"].values.sum())  # type: ignore[union-attr]
+                had = len(batch.ragged("rollout_log_prob").values) if resume else 0
+                counted.tokens = int(columns["response_mask"].values.sum()) - had  # type: ignore[union-attr]
         metrics, failed, synced = rollout_metrics(columns), None, self.sync_metrics.take(batch.meta["seed"])
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
         status = Status(replace(batch, columns={}))
@@ -310,6 +339,27 @@ class SamplingWorker(Worker):
                 **self._together(),
             )
         return conversations
+
+    def _go_on(
+        self,
+        begun: Begun,
+        prompts: list[list[int]],
+        mine: slice,
+        sampling: Sampling,
+        pause_after: int | None,
+        keep_cache: bool,
+    ) -> Table:
+        """The columns of this rank's responses after one more part. prompts: of its tensor group."""
+        assert self.spec.generation is not None
+        size = 1 if self.context.groups.model_parallel else self._tensor_ranks
+        rows = self.context.communicator.shared_by_group(size, lambda: [*zip(begun.open, begun.seeds, strict=True)])
+        rollout = self.generator.generate(
+            prompts, sampling, [seed for _, seed in rows], self._progress,
+            begun=[ids for ids, _ in rows], pause_after=pause_after, keep_cache=keep_cache,
+        )  # fmt: skip
+        room = self.spec.generation.max_model_tokens
+        most = [min(sampling.max_new_tokens, room - len(ids)) for ids in prompts[mine]]
+        return begun.columns(rollout, mine, self.generator.weights_version, most)
 
     def _serve(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice

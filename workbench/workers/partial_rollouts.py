@@ -1,0 +1,114 @@
+"""Partial rollouts: responses that pause after so many tokens, and go on in a later call, with the weights of then.
+
+    call 1   |=====|        call 2   |=====|       call 3   |==|      ending "eos"; the tokens were drawn
+    weights version 4       version 5              version 6          by versions 4, 5 and 6: `token_versions`
+
+After Kimi k1.5 (https://arxiv.org/abs/2501.12599, section 2.6.2): a budget of tokens a call keeps the longest responses
+from holding up the others. It depends on no clock, so that the same call draws the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.batches.columns import Ragged, Table
+from workbench.engines.generation import Rollout
+from workbench.errors import BadInput
+from workbench.messages.shards import Shard
+from workbench.settings.engines import Generation
+from workbench.workers.rollout_columns import PAUSED, ending_columns
+
+COLUMNS = ("token_versions", "sample_seed")  # beside those of other rollouts
+READS = ("response_ids", "rollout_log_prob", "ending", *COLUMNS)  # of a call that resumes
+
+
+def in_parts(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate_sequences` pauses responses, or goes on with them."""
+    return bool(arguments["pause_after"] or arguments["resume"])
+
+
+def check_parts(arguments: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for settings that a response in parts cannot have."""
+    if not in_parts(arguments):
+        if arguments["cache"] != "recomputed":
+            raise BadInput(f"cache={arguments['cache']!r}", "it is of responses that go on", "give resume=True too")
+        return
+    off = {"environment": None, "agent": None, "keep_mask": False, "presence_penalty": 0, "frequency_penalty": 0}
+    given = [name for name, value in off.items() if arguments[name] != value]
+    if given:
+        raise BadInput(
+            f"{', '.join(given)} with {'resume=True' if arguments['resume'] else 'pause_after='}",
+            "a response that goes on is read as a prompt, in which these are not known",
+            f"leave {', '.join(given)} out",
+        )
+
+
+def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> None:
+    """Raise `BadInput` where the engine keeps no cache between calls."""
+    if arguments["cache"] == "kept" and generation is not None and generation.engine != "vllm":
+        raise BadInput(
+            f"cache='kept' on engine={generation.engine!r}",
+            "its cache ends with each call",
+            "leave it out, or use Generation(engine='vllm')",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What each row of a shard has of its response. versions: of its tokens."""
+
+    ids: list[list[int]]
+    log_probs: list[list[float]]
+    versions: list[list[int]]
+    endings: list[str]
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, batch: Shard, seeds: Sequence[int], resume: bool) -> Begun:
+        """Of a shard whose rows would be drawn with these seeds, if they begin now: those with no token."""
+        if not resume:
+            nothing: list[list[Any]] = [[] for _ in seeds]
+            return cls(
+                ids=[*nothing], log_probs=nothing, versions=nothing, endings=[PAUSED] * len(seeds), seeds=[*seeds]
+            )
+        ids, log_probs, versions = (
+            [row.tolist() for row in batch.ragged(name).rows()]
+            for name in ("response_ids", "rollout_log_prob", "token_versions")
+        )
+        endings, own = batch.columns["ending"], batch.numbers("sample_seed").tolist()
+        assert isinstance(endings, list)
+        return cls(
+            ids=ids, log_probs=log_probs, versions=versions, endings=endings,
+            seeds=[old if said else new for old, new, said in zip(own, seeds, ids, strict=True)],
+        )  # fmt: skip
+
+    @property
+    def open(self) -> list[list[int] | None]:
+        """What the rows that go on have; None for those that have ended."""
+        return [ids if ending == PAUSED else None for ids, ending in zip(self.ids, self.endings, strict=True)]
+
+    def columns(self, rollout: Rollout, rows: slice, version: int, most: Sequence[int]) -> Table:
+        """With what a call has drawn. rows: the shard's in the rollout. most: tokens that each response may have."""
+        ids, log_probs, versions, endings = (
+            [*column] for column in (self.ids, self.log_probs, self.versions, self.endings)
+        )
+        drawn = zip(rollout.response_ids[rows], rollout.log_probs[rows], rollout.endings[rows], strict=True)
+        for i, (new_ids, new_log_probs, ending) in enumerate(drawn):
+            if endings[i] != PAUSED:
+                continue
+            ids[i], log_probs[i] = new_ids, log_probs[i] + new_log_probs
+            versions[i] = versions[i] + [version] * len(new_log_probs)
+            endings[i] = PAUSED if ending == "length" and len(new_ids) < most[i] else ending
+        responses = Ragged.of(ids, torch.int64)
+        return {
+            "response_ids": responses,
+            "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
+            "rollout_log_prob": Ragged.of(log_probs, torch.float32),
+            "token_versions": Ragged.of(versions, torch.int64),
+            "sample_seed": torch.tensor(self.seeds, dtype=torch.int64),
+            **ending_columns(endings),
+        }
