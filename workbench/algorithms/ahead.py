@@ -89,7 +89,7 @@ def draw_ahead(
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
     interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
     found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
-    reported, counters.last_metrics = counters.last_metrics, found.metrics
+    counters.aside = found.metrics
     try:
         for stage in stages:
             if stage.name in found.made or (stage.role == "prompts" and not fresh):
@@ -106,7 +106,7 @@ def draw_ahead(
                 lab.note_position()
             has_run(stage.name)
     finally:
-        counters.last_metrics = reported
+        counters.aside = None
     return found.rollouts
 
 

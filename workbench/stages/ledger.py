@@ -20,8 +20,9 @@ from workbench.messages.metrics import Metrics, MetricValues, merge_metrics
 
 class Counters:
     """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
-    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
-    iterations_to_skip: iterations that a resumed script is not to repeat. refused: whether a stage was refused in this
+    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration. aside:
+    where stages report that are of another iteration; None: in last_metrics. iterations_to_skip: iterations that a
+    resumed script is not to repeat. refused: whether a stage was refused in this
     iteration, and none has run: the next draw takes its number."""
 
     def __init__(self) -> None:
@@ -29,8 +30,14 @@ class Counters:
         self.draws: dict[int, int] = {}
         self.weights: dict[str, Weights] = {}
         self.last_metrics: dict[str, MetricValues] = {}
+        self.aside: dict[str, MetricValues] | None = None
         self.refused = False
         self._runs_before = 0  # this iteration
+
+    @property
+    def reported(self) -> dict[str, MetricValues]:
+        """Where a stage that is called now reports, by stage."""
+        return self.last_metrics if self.aside is None else self.aside
 
     @property
     def next_iteration(self) -> int:

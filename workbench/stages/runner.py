@@ -174,7 +174,7 @@ class StageRunner(StageNames):
         """Record metrics of a stage that is a function, beside the metrics of the operations."""
         values = MetricValues({name: float(value) for name, value in metrics.items()})
         self.telemetry.append_metrics(stage, self.counters.run, self.counters.iteration, values)
-        self.counters.last_metrics[stage] = values
+        self.counters.reported[stage] = values
 
     # --- who may call -------------------------------------------------------------------------------------------------
 

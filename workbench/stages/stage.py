@@ -121,7 +121,7 @@ class StageRun(Run):
         self.number, self.submitted_s = self.runner.counters.next_run(), time.time()
         self.by_loop, self.in_position = self.runner.batches.by_loop, self.runner.ownership.has_position
         self.reported_as = self.runner.stage_name or self.operation.name
-        self._last_metrics = self.runner.counters.last_metrics  # of the iteration in which it was called
+        self._last_metrics = self.runner.counters.reported  # of the iteration in which it was called
         batch, makers = self.input, []
         if batch is not None:
             awaited = batch.makers(self.operation.awaited(self.reads, batch))
