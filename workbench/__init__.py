@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.comparisons.dial import dial as dial
     from workbench.comparisons.diff import diff as diff
     from workbench.comparisons.model_card import model_card as model_card
+    from workbench.comparisons.replay import replay as replay
     from workbench.comparisons.runs import runs as runs
     from workbench.comparisons.sweep import sweep as sweep
     from workbench.controller import Workbench as Workbench

@@ -261,12 +261,14 @@ EVENT = "algorithm"
 _under_way: set[int] = set()  # algorithms of which a call is under way, by id
 
 
-def note_settings(algorithm: Algorithm, noted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Record the fields of an algorithm that are not as they were noted before; what is noted now. What `finish` adapts
+def note_settings(algorithm: Algorithm, noted: Mapping[str, Any], of_run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Record the fields of an algorithm that are not as they were noted before, and the arguments of its `run` that
+    are given, or were; what is noted now. What `finish` adapts
     is recorded once, and nothing of an arm of a comparison, after which all is as before. Stages that `replace` edited
     are among the run's changes."""
     lab = algorithm.lab
     settings = flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
+    settings = {**{name: value for name, value in of_run.items() if value or name in noted}, **settings}
     adapted = algorithm.state().keys() if noted else ()
     changed = {  # by repr: NaN is as itself
         name: value

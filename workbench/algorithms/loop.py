@@ -122,7 +122,8 @@ class Algorithm(StageEdits):
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted = True, False
-            self._noted = note_settings(self, self._noted)
+            of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
+            self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)

@@ -60,6 +60,26 @@ class RunFolder:
                 found.setdefault(str(row.get("algorithm")), dict(row["values"]))
         return found
 
+    def changed_settings(self, algorithm: str) -> dict[int, dict[str, Any]]:
+        """By iteration, the settings with which an algorithm began, and those that were others from then on."""
+        found: dict[int, dict[str, Any]] = {}
+        for row in self._rows(SETTINGS):
+            if (
+                row.get("algorithm") == algorithm
+                and isinstance(row.get("values"), dict)
+                and _is_whole(row.get(ITERATION))
+            ):
+                found.setdefault(row[ITERATION], {}).update(row["values"])
+        return found
+
+    def draws(self) -> dict[int, tuple[Any, Any]]:
+        """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
+        return {
+            int(row["details"][ITERATION]): (row["details"].get("prompts"), row["details"].get("weights_versions"))
+            for row in self._rows(EVENTS)
+            if row.get("event") == "drawn from the buffer" and _is_event_of_iteration(row)
+        }
+
     @property
     def settings(self) -> dict[str, Any]:
         """Those of the opening, and those of algorithms as "PPO/clip"."""
@@ -138,7 +158,10 @@ class RunFolder:
             table.setdefault(number, {}).update(values)
             one = made.setdefault(number, [0.0, 0.0, 0.0])
             if row["stage"] == "generate_sequences":
-                samples = _number(row.get(ROWS, 0))
+                # of responses in parts, those that ended in this one
+                samples = _number(row.get(ROWS, 0)) * (
+                    1 - _number(values.get("generate_sequences/ending_paused/fraction", 0))
+                )
                 tokens = samples * values.get("generate_sequences/response_tokens/mean", math.nan)
                 one[0], one[1] = one[0] + samples, one[1] + tokens
             if not str(row["stage"]).startswith("evaluate"):

@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "batched": "workbench.data.batched",
     "limits": "workbench.support.calls.limits",
     "dial": "workbench.comparisons.dial",
+    "replay": "workbench.comparisons.replay",
     "diff": "workbench.comparisons.diff",
     "ls": "workbench.launch.listing",
     "open": "workbench.launch.opening",

@@ -1,0 +1,56 @@
+"""`wb.replay`: a run with staleness, pauses and changes in its middle, made again from its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.cases import TINY, tiny_lab, vowels
+from tests.expected import expect_error
+from workbench.errors import BadInput, NotFound
+
+MODELS = {"actor": TINY, "reward": vowels}
+LONG = wb.Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, 256, 16)))
+
+
+def grpo(lab: wb.Workbench) -> wb.GRPO:
+    return wb.GRPO(lab, prompts=2, samples=2, sampling=LONG, correction=wb.Correction())
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with tiny_lab("first", tmp_path_factory.mktemp("runs"), backend="inline", models=MODELS) as lab:
+        algorithm = grpo(lab)
+        algorithm.run(1)
+        algorithm.run(3, staleness=2, pause_after=4)
+        algorithm.clip, algorithm.sampling.temperature = 0.05, 0.7  # type: ignore[misc]
+        algorithm.run(1, staleness=1)
+        algorithm.run(1)
+        return lab.run_folder
+
+
+def test_the_draws_and_every_bit_of_the_metrics_are_the_same(recorded: Path, tmp_path: Path) -> None:
+    with tiny_lab("again", tmp_path, backend="inline", models=MODELS) as lab:
+        frame = wb.replay(recorded, grpo(lab))
+        assert frame.index.tolist() == [1, 2, 3, 4, 5, 6] and frame["same_draws"].all()
+        assert frame["largest_difference"].tolist() == [0.0] * 6 and not any(frame["only_here"] + frame["only_there"])
+        assert frame.attrs["differs"].empty and frame.attrs["left_out"] == []
+        assert len(lab.buffer) == 0 and lab.iteration == 6
+        with expect_error(BadInput, value="replay in iteration 6", rule="from its beginning"):
+            wb.replay(recorded, grpo(lab))
+
+
+def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:
+    training = {"learning_rate": 2e-3}
+    with tiny_lab("other", tmp_path, backend="inline", models=MODELS, training=training) as lab:
+        with expect_error(BadInput, value=r"replay of run first/.* by RLOO", rule="there: GRPO"):
+            wb.replay(recorded, wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0))
+        with expect_error(BadInput, value="replay of run other/", rule="it is another run"):
+            wb.replay(lab, grpo(lab))
+        with expect_error(NotFound, value="a run 'nowhere'"):
+            wb.replay("nowhere", grpo(lab))
+        frame = wb.replay(recorded, grpo(lab), iterations=2)
+        assert frame.index.tolist() == [1, 2] and frame.attrs["differs"].index.tolist()
+        assert frame["largest_difference"].gt(0).all() and frame["of"].str.startswith("update_actor/").any()

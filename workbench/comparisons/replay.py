@@ -1,0 +1,103 @@
+"""A run made again from its log: the same draws, and how far its metrics are apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from workbench.comparisons.diff import diff
+from workbench.comparisons.run_folder import RunFolder, run_folder
+from workbench.errors import BadInput
+from workbench.support.validation import PositiveInt
+
+if TYPE_CHECKING:
+    from workbench.algorithms.loop import Algorithm
+
+NUMBERS = (bool, int, float)
+OF_RUN = ("staleness", "pause_after")  # among the recorded settings of an algorithm: arguments of its `run`
+
+
+def replay(
+    run: Any, algorithm: Algorithm, *, iterations: PositiveInt | None = None, folder: str = "runs"
+) -> pd.DataFrame:
+    """Make a run again from its log: as many iterations, each with the staleness, pauses and settings that it had then,
+    so that each draws the same prompts, answered by the same weights. In one process the metrics have the same bits; in
+    others they are the same within rounding. A frame with a row an iteration:
+
+    same_draws: whether it drew the same rollouts from `lab.buffer`. largest_difference, of: of its metrics, relative to
+    the larger value; 0 where all have the same bits. only_here, only_there: names of metrics of one of the runs.
+    `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: fields
+    that were assigned something else than a number or a text, such as a function, which has to be assigned again.
+
+        lab = wb.open(...)  # as that run was opened
+        wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
+
+    run: a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. algorithm: of a workbench at its beginning,
+    made as the run's own was; what was assigned to its fields later is taken from the log. iterations: only so many.
+    Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
+    the log has no iteration of such an algorithm, and `NotFound` for no run.
+    """
+    lab = algorithm.lab
+    there, here, title = run_folder(run, folder), run_folder(lab), type(algorithm).__name__
+    wanted = there.series()
+    if there.folder == here.folder or title not in there.algorithms or wanted.empty:
+        known = ", ".join(there.algorithms) or "none"
+        raise BadInput(
+            f"replay of run {there.name} by {title}",
+            f"it is another run, which has iterations of such an algorithm; there: {known}",
+            "make the algorithm with which it ran",
+        )
+    if lab.iteration or len(lab.buffer):
+        raise BadInput(
+            f"replay in iteration {lab.iteration}",
+            "a run is made again from its beginning",
+            "open a workbench with the settings of that run, and replay before anything else",
+        )
+    settings, left_out = there.changed_settings(title), list[str]()
+    how: dict[str, Any] = dict.fromkeys(OF_RUN)
+    last = int(wanted.index.max())
+    for number in range(1, min(last, iterations or last) + 1):
+        changed = settings.get(number, {})
+        how |= {name: changed[name] for name in OF_RUN if name in changed}
+        if number > 1:
+            left_out += [
+                name for name in changed if name not in OF_RUN and not _assigned(algorithm, name, changed[name])
+            ]
+        algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
+    frame = _compared(here, there)
+    frame.attrs |= {"differs": diff(there.folder, lab).settings, "left_out": left_out}
+    return frame
+
+
+def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
+    """Assign a recorded setting, such as "clip" or "sampling/temperature"; whether it could be."""
+    *path, last = name.split("/")
+    target: Any = algorithm
+    for part in path:
+        target = getattr(target, part, None)
+    if not hasattr(target, last) or not (
+        value is None or isinstance(value, NUMBERS) or isinstance(getattr(target, last), str)
+    ):
+        return False
+    setattr(target, last, value)
+    return True
+
+
+def _compared(here: RunFolder, there: RunFolder) -> pd.DataFrame:
+    (one, two), rows = (run.series().drop(columns=["samples", "tokens", "seconds"]) for run in (here, there)), []
+    drawn = [run.draws() for run in (here, there)]
+    for number in one.index.intersection(two.index):
+        mine, theirs = one.loc[number].dropna(), two.loc[number].dropna()
+        both = mine.index.intersection(theirs.index)
+        gaps = (mine[both] - theirs[both]).abs() / pd.concat([mine[both].abs(), theirs[both].abs()], axis=1).max(axis=1)
+        gaps = gaps.fillna(0.0)  # both are 0
+        rows.append({
+            "iteration": number,
+            "same_draws": drawn[0].get(number) == drawn[1].get(number),
+            "largest_difference": float(gaps.max()) if len(gaps) else 0.0,
+            "of": gaps.idxmax() if len(gaps) and gaps.max() else "",
+            "only_here": sorted(mine.index.difference(both)),
+            "only_there": sorted(theirs.index.difference(both)),
+        })  # fmt: skip
+    return pd.DataFrame(rows).set_index("iteration")
