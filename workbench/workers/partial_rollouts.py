@@ -27,7 +27,7 @@ READS = ("response_ids", "rollout_log_prob", "ending", *COLUMNS)  # of a call th
 
 
 def in_parts(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate_sequences` pauses responses, or goes on with them; by its arguments, or `Sampling`."""
+    """Whether a call of `generate_sequences` pauses responses, or goes on with them."""
     return bool(arguments.get("pause_after") or arguments.get("resume"))
 
 
