@@ -256,9 +256,9 @@ def test_a_small_step_of_an_adapter_arrives(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("peft")
     pytest.importorskip(engine)
     lora, training = wb.LoRA(rank=4, alpha=12), wb.Training(engine="torch", learning_rate=1e-5, minibatches=1)
-    generation = wb.Generation(engine=engine, max_model_tokens=192, kv_cache_gib=0.05)
+    settings: dict[str, Any] = {"engine": engine, "max_model_tokens": 192, "kv_cache_gib": 0.05}
     models = {"actor": wb.Model(TINY, adapter=lora), "reward": vowels}
-    with apart(tmp_path, models, training=training, generation=generation, dtype="bfloat16") as lab:
+    with apart(tmp_path, models, training=training, generation=wb.Generation(**settings), dtype="bfloat16") as lab:
         generator, trainer = worker(lab, "rollout").generator, worker(lab, "actor").engine
         lab.actor.update_actor(lab.put(stored()))
         (synced,) = lab.actor.sync_weights()
