@@ -33,7 +33,7 @@ def test_two_ranks_of_zero_3_give_what_one_rank_gives(tmp_path: Path) -> None:
         checksums = lab.actor.weights_checksum()
         assert len(set(checksums)) == 1
         assert checksums[0] == pytest.approx(checksum, rel=1e-5)
-        # sharded weights are gathered and merged for a generation engine that holds its own
+        # the adapter is gathered for a generation engine that holds its own model
         (first, second) = lab.actor.sync_weights()
         assert max(first["sync_gap/mean"], second["sync_gap/mean"]) < 1e-5
         shown: Any = lab.topology().set_index(["role", "rank"])

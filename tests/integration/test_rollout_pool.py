@@ -19,6 +19,7 @@ from tests.cases import vowels
 from workbench.backends import registry
 from workbench.batches.columns import Ragged
 from workbench.errors import HostDied, WorkbenchError
+from workbench.models import load_causal_lm
 from workbench.models.spec import Model
 from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker
@@ -195,3 +196,33 @@ def test_weights_that_zero_has_sharded_arrive(tmp_path: Path) -> None:
         assert again is not lab
         assert again.weights["rollout"] != again.weights["actor"]
         assert again.actor.sync_weights()[0]["sync_gap/mean"] < 1e-4
+
+
+@pytest.mark.thorough
+def test_an_adapter_that_zero_has_sharded_arrives_in_bfloat16(tmp_path: Path) -> None:
+    """Both hosts of the pool are sent A and B alone, and generate as the trainer would, also after a small step."""
+    for package in ("deepspeed", "peft"):
+        pytest.importorskip(package)
+    models = {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=4), dtype="bfloat16"), "reward": vowels}
+    with wb.open(
+        "adapter-pools",
+        models=models,
+        prompts="arithmetic",
+        placement=wb.Placement.of(POOLS),
+        devices=4,
+        training=wb.Training(zero_stage=3, learning_rate=1e-5),
+        generation=wb.Generation(engine="transformers", max_model_tokens=128),
+        runs=tmp_path,
+    ) as lab:
+        for _ in range(2):
+            known = set(lab.transfers("weights")["run"])
+            train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=6))
+            (synced, _) = lab.actor.sync_weights()
+            assert synced["sync_gap/mean"] < 0.02
+            moved = lab.transfers("weights")
+            layers = [m for n, m in load_causal_lm(TINY).named_modules() if n.endswith("proj")]
+            needed = 2 * 2 * 4 * sum(layer.in_features + layer.out_features for layer in layers)
+            assert moved[~moved["run"].isin(known)]["moved_bytes"].sum() == needed == synced["sync/received_bytes"]
+        assert lab.traffic("weights").total_bytes == lab.traffic("weights").minimum_bytes
+        for found in lab.actor.compare_weights():
+            assert (found.read, found.differ, found.moved_differ) == (2 * 14, (), ())

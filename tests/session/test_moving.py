@@ -295,9 +295,10 @@ def test_a_pool_of_another_size_keeps_p_and_t_where_they_divide_it() -> None:
             placement.with_devices(pool, devices)
 
 
-def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, wb.LoRA(rank=4)])
+def test_rollout_workers_are_sent_what_they_generate_with(tmp_path: Path, lora: wb.LoRA | None) -> None:
     before = wb.Placement.of({"policy": (1, ["actor"]), "engines": (1, ["rollout"])})
-    with opened({"actor": TINY}, before, tmp_path) as lab:
+    with opened({"actor": wb.Model(TINY, adapter=lora)}, before, tmp_path) as lab:
         table = {name: column for name, column in stored().items() if name not in ("values", "returns")}
         lab.actor.update_actor(lab.put(table))
         for placement in (before.with_role("rollout", "others", devices=1), before.with_role("actor", "trainer", 1)):

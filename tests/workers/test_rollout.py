@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.cases import TINY, hosts_of, tiny_lab, vowels
+from tests.cases import TINY, hosts_of, stored, tiny_lab, vowels
 from tests.expected import expect_error
 from tests.light import Together
 from workbench.backends.starting import load_roles
@@ -39,10 +39,10 @@ def described(models: dict[str, Any], pools: dict[str, Any], **options: Any) -> 
 
 
 @contextmanager
-def apart(runs: Path, models: dict[str, Any]) -> Iterator[Any]:
+def apart(runs: Path, models: dict[str, Any], **options: Any) -> Iterator[Any]:
     """A workbench of two pools of one rank each, whose hosts are in this process."""
     threads = torch.get_num_threads()
-    lab = Workbench(replace(described(models, POOLS), backend="inline"), runs)
+    lab = Workbench(replace(described(models, POOLS, **options), backend="inline"), runs)
     lab.hosts.backend = Together()
     lab.hosts.backend.start(lab.hosts.infos)
     load_roles(lab.hosts.backend, lab.hosts.infos, lab.description, lambda text: None)
@@ -232,7 +232,7 @@ def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkey
     train(lab, batch)
 
 
-def test_an_adapter_arrives_merged(runs: Path) -> None:
+def test_an_adapter_arrives_beside_the_model(runs: Path) -> None:
     pytest.importorskip("peft")
     with apart(runs, {"actor": wb.Model(TINY, adapter=wb.LoRA(rank=4)), "reward": vowels}) as lab:
         for _ in range(2):
@@ -241,6 +241,56 @@ def test_an_adapter_arrives_merged(runs: Path) -> None:
             assert lab.last_metrics["compute_log_prob"]["rollout_gap/max"] < 1e-4
             train(lab, batch)
         assert lab.actor.check_sync()[0] > 1e-4
+
+
+def change(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """B A of each layer."""
+    held = {name: weight.detach().float() for name, weight in adapter.items()}
+    return {name: held[name.replace("lora_A", "lora_B")] @ held[name] for name in held if "lora_A" in name}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_small_step_of_an_adapter_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """In bfloat16, where a thirtieth of it would be left in the sum; A and B alone travel."""
+    pytest.importorskip("peft")
+    pytest.importorskip(engine)
+    lora, training = wb.LoRA(rank=4, alpha=12), wb.Training(engine="torch", learning_rate=1e-5, minibatches=1)
+    settings: dict[str, Any] = {"engine": engine, "max_model_tokens": 192, "kv_cache_gib": 0.05}
+    models = {"actor": wb.Model(TINY, adapter=lora), "reward": vowels}
+    with apart(tmp_path, models, training=training, generation=wb.Generation(**settings), dtype="bfloat16") as lab:
+        generator, trainer = worker(lab, "rollout").generator, worker(lab, "actor").engine
+        lab.actor.update_actor(lab.put(stored()))
+        (synced,) = lab.actor.sync_weights()
+        assert synced["sync_gap/mean"] < 0.02
+        n = lab.transfers("weights")["moved_bytes"].sum()
+        assert (
+            n
+            == synced["sync/received_bytes"]
+            == lab.syncs().iloc[-1]["taken_bytes"]
+            == sum(2 * w.numel() for _, w in trainer.named_adapter())
+        )
+        assert lab.traffic("weights").minimum_bytes == n
+        trained, held = change(dict(trainer.scaled_adapter())), change(generator.readable_weights())
+        left, whole = (sum(float((d[name] * trained[name]).sum()) for name in trained) for d in (held, trained))
+        assert left / whole == pytest.approx(1, abs=0.01)
+        assert lab.check("weights", "rollout")["weights"].verdict == "ok"
+        # a part that gets lost in the engine is seen, however small it is
+        update = generator.update_weights
+
+        def loses(weights: Any, version: int) -> int:
+            taken: int = update(weights, version)
+            generator.readable_weights()[
+                next(n for n, _ in trainer.named_adapter() if "q_proj.lora_B" in n)
+            ].detach().zero_()
+            return taken
+
+        monkeypatch.setattr(generator, "update_weights", loses)
+        lab.actor.update_actor(lab.put(stored()))
+        with expect_error((SyncError, StageError), remedy=r"q_proj\.lora_B\.weight did not arrive"):
+            lab.actor.sync_weights()
+        monkeypatch.undo()
+        assert lab.actor.sync_weights()[0]["sync_gap/mean"] < 0.02
 
 
 class OwnSampling(ActorWorker):

@@ -97,7 +97,8 @@ class Hosts:
         return self.exchanges[host].snapshot(*args).contents
 
     def plan(self) -> Reshard:
-        return plan_of_taking(load_config(self.name), self.dtype, self.publisher, self.taker, vocabulary_multiple=64)
+        weights = weights_of(load_config(self.name), self.dtype, self.publisher, self.taker)
+        return plan_of_taking(weights, self.publisher, self.taker, vocabulary_multiple=64)
 
     def intake(self, rank: int) -> WeightIntake:
         return WeightIntake(self.plan(), rank, self.exchanges[f"rollout-{rank}"])
@@ -280,7 +281,9 @@ def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
     before = live[0][1].clone()
     live[0][1].add_(1)
     here = Published(key="k", hosts=("train-0",), layout=Layout())
-    intake = WeightIntake(plan_of_taking(load_config(MODELS[0]), "float32", Layout(), Layout()), 0, exchange)
+    intake = WeightIntake(
+        plan_of_taking(weights_of(load_config(MODELS[0]), "float32", Layout()), Layout(), Layout()), 0, exchange
+    )
     name, whole = next(intake.weights(here, torch.device("cpu")))
     assert (name, torch.equal(whole, before)) == (live[0][0], True)
     assert exchange.contents(here).version == 3

@@ -360,7 +360,7 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "a pool for 'rollout' without an actor", "rollout workers generate with the actor's weights",
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
-    return {**models, "actor": actor.changed(generation=None), ROLLOUT: replace(actor, adapter=None, worker=None)}
+    return {**models, "actor": actor.changed(generation=None), ROLLOUT: replace(actor, worker=None)}
 
 
 def _device_count(device: str) -> int:

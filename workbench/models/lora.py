@@ -98,16 +98,6 @@ def merged_weight(layer: Any) -> Tensor:
     return weight
 
 
-@torch.no_grad()
-def arriving(layer: Any, dtype: torch.dtype) -> Tensor:
-    """How much of a layer's change D = (alpha / rank) B A is left where W + D is held in `dtype`, [2], float64: the
-    product of what is left with D, and that of D with itself. Where each is summed up over layers, their ratio is the
-    share that arrives: 1 without rounding; about 0 where D is small against the last place of W."""
-    weight, change = layer.get_base_layer().weight.float(), layer.get_delta_weight(ADAPTER).float()
-    left = (weight + change).to(dtype).float() - weight.to(dtype).float()
-    return torch.stack([(left * change).sum(), change.square().sum()]).double()
-
-
 def adapter_names(module: nn.Module) -> dict[str, str]:
     """Parameter name in `module` of each weight of an adapter -> its name in peft's files.
 

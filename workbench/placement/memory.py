@@ -281,7 +281,7 @@ def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_b
     if settings.engine == "transformers":
         # with whole weights it samples from the trainer's module
         own = role.samples_only or stage == 3 or layout.p * layout.t > 1
-        return (role.weights.nbytes if own else 0), 0
+        return (role.weights.nbytes + role.adapter_bytes if own else 0), 0
     weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=cache_bytes is None)
     return weights, int(settings.kv_cache_gib * GIB) if cache_bytes is None else cache_bytes
 

@@ -152,6 +152,11 @@ class RoleModel:
         return ModelWeights(tuple(found), self.weights.layers)
 
     @property
+    def adapter_bytes(self) -> int:
+        """Of the adapter in an engine, and on the way there."""
+        return sum(weight.numel for weight in self.adapter_weights) * self.frozen_bytes
+
+    @property
     def trained_weights(self) -> ModelWeights:
         """The weights that the optimizer changes; none of a role that is only run."""
         if not self.trained:

@@ -162,6 +162,9 @@ class History:
 
         actor, rollout = self._groups.by_role.get("actor"), self._groups.by_role.get(ROLLOUT)
         if actor is not None and rollout is not None:
+            model = self._hosts.description.role_models()[ROLLOUT]
+            if model is not None and model.adapter is not None:
+                return model.adapter_bytes * len(rollout.hosts)
             taker = rollout_layout(rollout.spec, len(rollout.hosts))
             return int(plan_of_rollout(rollout.spec, actor.layout, taker).figures().received.sum())
         plan = self._transition("hybridflow")

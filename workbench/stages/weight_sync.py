@@ -75,10 +75,11 @@ class WeightSync:
             return later or (publication.run.done and publication.weights != weights["actor"])
         return bool(updates) or weights[self._role] != weights["actor"]
 
-    def start(self, *, probe: bool) -> StageRun:
-        """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along."""
+    def start(self, *, probe: bool, merged: bool = False) -> StageRun:
+        """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along. merged: see
+        `publish_weights`."""
         runner = self._runner
-        publication = Publication(runner, probe=probe)
+        publication = Publication(runner, probe=probe, merged=merged)
 
         def taken() -> None:
             assert publication.weights is not None
@@ -160,4 +161,4 @@ def refresh_reference(runner: StageRunner) -> None:
                 "open it with a reference, and with workers derived from workbench's own",
             )  # fmt: skip
     with runner.isolated("refresh_reference"):
-        WeightSync(runner, "reference", "take_weights").start(probe=False).result()
+        WeightSync(runner, "reference", "take_weights").start(probe=False, merged=True).result()

@@ -159,33 +159,11 @@ SYNC_TOLERANCE = {
 # Rounding grows where the trainer finds the probe less likely than this (0.1 on random tokens, of 15 nats each, of the
 # 135M model in bfloat16), and so does what may pass.
 LIKELY_NATS = 5.0
-# Of an adapter that is added to weights: half a last place is lost of each sum, which matters less the larger it is.
-LEAST_OF_ADAPTER = 0.9
 
 
 def sync_tolerance(dtype: str, device: torch.device, log_probs: Tensor) -> float:
     """Largest mean gap in nats that is rounding, on tokens with these log-probabilities by the trainer."""
     return SYNC_TOLERANCE[dtype, device.type] * max(1.0, -float(log_probs.mean()) / LIKELY_NATS)
-
-
-ARRIVED = "sync/adapter_arrived"
-
-
-def metrics_of_adapter(arrived: float | None) -> Metrics:
-    """The share of an adapter's change that a sync of summed weights has kept, see `arriving`."""
-    return {} if arrived is None else {ARRIVED: Mean(total=arrived, count=1)}
-
-
-def notes_on_sync(metrics: Metrics) -> tuple[str, ...]:
-    """What to say in the cell where much of an adapter's change was rounded away, so that rollouts are not those of the
-    policy that is trained. metrics: of the sync."""
-    if ARRIVED not in metrics or (arrived := float(metrics[ARRIVED].value)) >= LEAST_OF_ADAPTER:
-        return ()
-    return (
-        f"{arrived:.1%} of the adapter's change arrived in the generation engine: the rest is less than the last "
-        "place of the bfloat16 weights that it is added to. wb.Generation(engine='vllm') on the actor's own ranks "
-        "holds the adapter beside the model; or use wb.Model(..., dtype='float32') for the actor",
-    )
 
 
 class SyncMetrics:

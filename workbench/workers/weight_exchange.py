@@ -37,7 +37,7 @@ from workbench.resharding import boxes
 from workbench.resharding.boxes import Box, Boxes
 from workbench.resharding.engine import Arrival, checksums_of, fill, view_of
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
-from workbench.resharding.weights import ModelWeights, Weight, model_weights
+from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
 from workbench.telemetry import Recorder
 from workbench.telemetry.spans import TransferKind
 
@@ -66,9 +66,8 @@ class Contents:
     back to an earlier state, after which equal versions are not equal weights.
 
     shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
-    publisher's log-probabilities of ids[1:], in nats; empty without a probe. adapter_arrived: the share of an adapter's
-    change that the weights have, see `arriving`. aliases, vocabulary: of the model, see
-    `PackedModule`.
+    publisher's log-probabilities of ids[1:], in nats; empty without a probe. log_probs_without: those of the model
+    alone, where an adapter is published. aliases, vocabulary: of the model, see `PackedModule`.
     """
 
     version: int
@@ -78,7 +77,7 @@ class Contents:
     log_probs: Tensor
     aliases: Mapping[str, list[str]]
     vocabulary: frozenset[str]
-    adapter_arrived: float | None = None
+    log_probs_without: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,20 +119,23 @@ def weights_of(config: PreTrainedConfig, dtype: str, *layouts: Layout) -> ModelW
     return model_weights(config, dtype=dtype, unknown="refuse" if is_cut else "whole")
 
 
+def uncut_weights(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> ModelWeights:
+    """Weights that are whole on every rank that has them, such as those of an adapter."""
+    item = ITEM_BYTES[dtype]
+    return ModelWeights(tuple(Weight(name=n, shape=tuple(s), item_bytes=item) for n, s in shapes.items()), 1)
+
+
 def published_parts(weights: ModelWeights, layout: Layout) -> Distribution:
     """Which rank publishes what: the d holders of a slice publish a stretch of its rows each, so that together they
     keep one copy, and all of them serve it."""
     return Distribution(weights, layout, tuple(range(layout.size)), "fsdp")
 
 
-def plan_of_taking(
-    config: PreTrainedConfig, dtype: str, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1
-) -> Reshard:
+def plan_of_taking(weights: ModelWeights, publisher: Layout, taker: Layout, *, vocabulary_multiple: int = 1) -> Reshard:
     """Who sends which slice to whom. Publishing ranks come first, then taking ones.
 
-    dtype: of the published weights. vocabulary_multiple: of the taker, see `Distribution`.
+    weights: that are published. vocabulary_multiple: of the taker, see `Distribution`.
     """
-    weights = weights_of(config, dtype, publisher, taker)
     ranks = tuple(range(publisher.size, publisher.size + taker.size))
     needed = Distribution(weights, taker, ranks, vocabulary_multiple=vocabulary_multiple)
     return Reshard(published_parts(weights, publisher), needed)

@@ -36,8 +36,7 @@ Slices = Literal["layout", "zero"]
 
 def trained_slices(spec: Model, layout: Layout) -> Slices | None:
     """How the ranks of a trained actor hold its weights: "layout", slices of a layout with p*t > 1; "zero", ZeRO-3's
-    flat shards; None: whole. An adapter under ZeRO-3 counts as whole: it is gathered together with the model, a layer
-    at a time, to be added to it."""
+    flat shards; None: whole. An adapter under ZeRO-3 counts as whole: it alone moves, and is gathered first."""
     if layout.p * layout.t > 1:
         return "layout"
     training = spec.training

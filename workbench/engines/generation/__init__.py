@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from workbench.engines.generation.base import Decoding, Ending, GenerationEngine, Response, Rollout
-from workbench.models.lora import LoRA
+from workbench.models.lora import LoRA, add_lora
 from workbench.settings.engines import Generation
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def make_generation_engine(
     trainer: the module being trained, where it holds whole weights: transformers then samples from it directly, and a
     sync moves nothing. None where the trainer's weights are sharded.
     sleeps: whether it will be sent to `sleep`. cache_bytes: of vLLM's key-value cache on a GPU. lora: of the trainer's
-    adapter, where the engine may hold it beside the model. float32_head: whether the trainer computes logits in fp32,
-    for a copy that transformers runs.
+    adapter, which an engine with weights of its own holds beside the model. float32_head: whether the trainer computes
+    logits in fp32, for a copy that transformers runs.
     """
     if settings.engine == "vllm":
         from workbench.engines.generation.vllm_engine import VllmEngine
@@ -65,4 +66,7 @@ def make_generation_engine(
     model = load_causal_lm(name, dtype=dtype, device=device)
     if float32_head:
         compute_in_float32(model)
-    return TransformersEngine(model, tokenizer, settings, owns_model=True)
+    if lora is not None:
+        add_lora(model, replace(lora, alpha=lora.rank), 0)  # B comes scaled
+        model.eval()
+    return TransformersEngine(model, tokenizer, settings, owns_model=True, takes_adapter=lora is not None)

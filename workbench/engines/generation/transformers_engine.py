@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -48,6 +48,7 @@ from workbench.engines.generation.base import (
 )
 from workbench.engines.host_memory import HostMemory
 from workbench.errors import BadInput, SyncError
+from workbench.models.lora import adapter_names
 from workbench.settings.engines import Generation, Sampling
 
 if TYPE_CHECKING:
@@ -306,8 +307,8 @@ class TransformersEngine(GenerationEngine):
 
     model: in evaluation mode. With `owns_model=False` it is the trainer's live module, which has every new weight
     already: `update_weights` moves nothing, and the trainer's parameters must be on the device. With `owns_model=True`
-    it is a copy, and weights are copied in. autocast_dtype: compute in this type under autocast, for a module whose
-    parameters are fp32.
+    it is a copy, and weights are copied in; with `takes_adapter=True` those of its adapter, beside which the model
+    stays as it is. autocast_dtype: compute in this type under autocast, for a module whose parameters are fp32.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class TransformersEngine(GenerationEngine):
         settings: Generation,
         *,
         owns_model: bool,
+        takes_adapter: bool = False,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         check_model_length(model.config, settings)
@@ -328,7 +330,7 @@ class TransformersEngine(GenerationEngine):
             )
         self._model: Any = model
         self._tokenizer, self._settings = tokenizer, settings
-        self._owns_model, self._autocast_dtype = owns_model, autocast_dtype
+        self._owns_model, self._takes_adapter, self._autocast_dtype = owns_model, takes_adapter, autocast_dtype
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.weights_version = 0
@@ -361,7 +363,7 @@ class TransformersEngine(GenerationEngine):
         if self._owns_model:
             self._memory.give_back([WEIGHTS])
             # One entry a tensor: tied weights have several names, and need only one of them.
-            mine = dict(self._model.named_parameters(remove_duplicate=False))
+            mine = dict(self.readable_weights())
             missing = {id(parameter): name for name, parameter in mine.items()}
             for name, weight in named_weights:
                 if name not in mine:
@@ -382,7 +384,14 @@ class TransformersEngine(GenerationEngine):
         self.weights_version = version
         return taken
 
+    @property
+    def takes_adapter(self) -> bool:
+        return self._takes_adapter
+
     def readable_weights(self) -> Mapping[str, Tensor]:
+        if self._takes_adapter:
+            module = nn.ModuleDict({"model": self._model})
+            return {name: module.get_parameter(own) for own, name in adapter_names(module).items()}
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     def memory_bytes(self) -> dict[str, int]:
@@ -399,7 +408,8 @@ class TransformersEngine(GenerationEngine):
         if not self._owns_model or self.lacks_weights:
             return 0
         self.weights_version = -1
-        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=False)
+        # no sync brings the model beside an adapter again
+        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self._takes_adapter)
 
     def close(self) -> None:
         self._model = None

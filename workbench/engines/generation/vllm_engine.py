@@ -42,7 +42,7 @@ from workbench.engines.generation.vllm_start import (
     takes_adapter,
 )
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
-from workbench.errors import MissingDependency, StageError
+from workbench.errors import BadInput, MissingDependency, StageError
 from workbench.models.loading import load_config
 from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
@@ -221,9 +221,8 @@ class VllmEngine(GenerationEngine):
     ranks of a tensor group; it must divide the ranks of the default group. threads: computing threads on a CPU host
     while the engine works (None: those of the process). sleeps: whether `sleep` will be used, for which vLLM allocates
     weights and cache in a pool of their own. cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free
-    of `settings.gpu_memory_fraction`. lora: of the trainer's adapter, which the engine then holds beside the model,
-    where vLLM can, see `takes_adapter`. Raises `MissingDependency` without vLLM, `BadInput` for a model or a size that
-    vLLM refuses.
+    of `settings.gpu_memory_fraction`. lora: of the trainer's adapter, which the engine then holds beside the model.
+    Raises `MissingDependency` without vLLM, `BadInput` for a model, an adapter or a size that vLLM refuses.
     """
 
     def __init__(
@@ -259,7 +258,14 @@ class VllmEngine(GenerationEngine):
         # idle: it was not used since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
-        self._lora = lora if lora is not None and takes_adapter(config, lora) else None
+        if lora is not None and not takes_adapter(config, lora):
+            raise BadInput(
+                f"{lora} with Generation(engine='vllm')",
+                f"vLLM cannot hold it beside a {' or '.join(config.architectures or ('model',))}, and added to the "
+                "weights a small change would be rounded away",
+                "use Generation(engine='transformers'), or train the whole model",
+            )
+        self._lora = lora
         self._adapter: Any = None  # what rows are sent with, once there is an adapter
         starting = span("start", note="starting vLLM")
         with starting, computing_threads(threads), process_kept(device), exact_products(self._exact):

@@ -17,7 +17,7 @@ from workbench.engines.host_memory import HostMemory, distinct_storages
 from workbench.engines.training.groups import Collectives
 from workbench.engines.training.steps import MOMENTS, LossScale, Pass, StateKind, StepReport, learning_rate
 from workbench.errors import BadInput
-from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, arriving, merged_weight
+from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, merged_weight
 from workbench.settings.training import Training
 from workbench.telemetry import span
 
@@ -36,7 +36,6 @@ class TrainingEngine(ABC):
     settings: Training | None
     steps: int
     loss_scale: LossScale | None = None  # of a trained module in fp16
-    adapter_arrived: float | None = None  # of the newest `named_weights`, see `arriving`; None: all, or no adapter
     _dtype: torch.dtype
 
     @abstractmethod
@@ -160,18 +159,13 @@ class TrainingEngine(ABC):
         In the dtype that the engine was made with. A tensor may be a live parameter: copy what must outlast a step.
         """
         names, adapted = transformers_names(self.module), adapted_layers(self.module)
-        arrived = torch.zeros(2, dtype=torch.float64)
         for name, parameter in self.module.named_parameters():
             if name not in names:  # of an adapter
                 continue
             layer = adapted.get(name)
             with self.gathered([parameter] if layer is None else list(layer.parameters())):
                 weight = parameter.detach() if layer is None else merged_weight(layer)
-                if layer is not None and self._dtype != torch.float32:
-                    arrived += arriving(layer, self._dtype).cpu()
                 yield names[name], weight.to(self._dtype)
-        left, whole = arrived.tolist()
-        self.adapter_arrived = left / whole if whole else None
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the weights, live, by transformers' names, in the dtype in which it is held; without any

@@ -171,9 +171,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
     """A causal language model with an optimizer and, in the same process, a generation engine (unless the placement has
     a pool for the role `rollout`, whose workers then have it).
 
-    With an adapter only the adapter is trained, and `compute_ref_log_prob` is that of the model alone. vLLM gets the
-    adapter, where it can hold one beside the model, other engines with weights of their own the sum: metric
-    `sync/adapter_arrived`.
+    With an adapter only the adapter is trained, and `compute_ref_log_prob` is that of the model alone. An engine with
+    weights of its own gets the adapter, and holds it beside the model, which it has from the files.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:

@@ -4,7 +4,7 @@ for rollout workers in another pool."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,13 @@ from workbench.workers.engine_weights import (
     TrainerWeights,
     compare_weights,
     differing_weights,
-    metrics_of_adapter,
     probe_gap,
     probe_ids,
     trainer_log_probs,
 )
 from workbench.workers.model_worker import TrainedWorker, log_probs_of
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.weight_exchange import Contents, take_snapshot, weights_of
+from workbench.workers.weight_exchange import Contents, take_snapshot, uncut_weights, weights_of
 from workbench.workers.weight_transition import WeightTransitions
 from workbench.workers.worker import Context
 
@@ -171,13 +170,12 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             else:
                 noted.taken_bytes = self.generator.update_weights(self._weights(), self.engine.steps)
             counted.bytes = noted.taken_bytes
-        if self._own_weights and not self.generator.takes_adapter:
-            metrics |= metrics_of_adapter(self.engine.adapter_arrived)
         if not self.spec.generation.check_sync:
             return metrics
         with self.context.recorder.span("weight_sync", note="compared on a probe"):
             trained, differ = self._trainer_weights(), None
-            if self._own_weights and self._whole_weights():  # else a comparison would move the model once more
+            # of a model in slices a comparison would move all once more
+            if self.generator.takes_adapter or (self._own_weights and self._whole_weights()):
                 _, differ = differing_weights(trained, self.generator)
                 noted.differ = differ
             self._leave_to_generator()  # before the engine's key-value cache comes back
@@ -191,11 +189,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.engine.load("parameters")
         trained = self._trainer_weights()
         if self.generator.takes_adapter:
-            module: Any = self.engine.module
-            with without_adapter(module.model):
-                alone = trainer_log_probs(self.engine, trained.probe_ids, self.context.device)
-            trained = replace(trained, log_probs_without=alone)
+            trained = replace(trained, log_probs_without=self._log_probs_without(trained.probe_ids))
         return compare_weights(trained, self.generator)
+
+    def _log_probs_without(self, ids: Tensor) -> Tensor:
+        """The trainer's of the probe, without its adapter."""
+        module: Any = self.engine.module
+        with without_adapter(module.model):
+            return trainer_log_probs(self.engine, ids, self.context.device)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """The whole weights for an engine, which casts as it copies; or the adapter's, where it takes that; else an
@@ -221,17 +222,27 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         )
 
     @register(ONE_TO_ALL)
-    def publish_weights(self, key: str, *, weights: bool = True, probe: bool = True) -> None:
+    def publish_weights(self, key: str, *, weights: bool = True, probe: bool = True, merged: bool = False) -> None:
         """Keep a copy of the current weights, in the role's dtype, for workers of other roles. Together the ranks keep
         one copy, in host memory, until it is released; training goes on.
 
         key: its name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the probe.
+        merged: of an actor with an adapter its sum with the model; else the adapter alone, as the engine has the model.
         `lab.actor.sync_weights`, `lab.refresh_reference` and the like call and release it.
         """
         assert self.spec.dtype is not None
         module: Any = self.engine.module
-        layout, empty = self.context.layout, torch.zeros(0)
-        model = weights_of(module.get_backbone().config, self.spec.dtype, layout)
+        layout, empty, dtype = self.context.layout, torch.zeros(0), getattr(torch, self.spec.dtype)
+        held: Iterable[tuple[str, Tensor]] = ()
+        alone = self.spec.adapter is not None and not merged
+        if alone:  # small: every rank has all of it for a moment
+            held = [(n, w.to(dtype, copy=True)) for n, w in (self.engine.scaled_adapter() if weights else ())]
+            model = uncut_weights({name: weight.shape for name, weight in held}, self.spec.dtype)
+        else:
+            model = weights_of(module.get_backbone().config, self.spec.dtype, layout)
+            if weights:
+                slices = self.context.groups.model_parallel
+                held = self.engine.local_weights() if slices else self.engine.named_weights()
         ids = self._probe_ids() if probe else empty
         contents = Contents(
             version=self.engine.steps,
@@ -241,13 +252,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             log_probs=trainer_log_probs(self.engine, ids, self.context.device) if probe else empty,
             aliases=module.aliases,
             vocabulary=module.vocabulary,
+            log_probs_without=self._log_probs_without(ids) if probe and alone else None,
         )
-        # an adapter, and what it changes, are whole on every rank: what is published is their sum
-        held = self.engine.local_weights if self.context.groups.model_parallel else self.engine.named_weights
-        dtype = getattr(torch, self.spec.dtype)
-        snapshot = take_snapshot(
-            held() if weights else (), model, layout, self.context.communicator.rank, dtype, contents
-        )
-        if weights:
-            contents = replace(contents, adapter_arrived=self.engine.adapter_arrived)
-        self.context.exchange.publish(key, replace(snapshot, contents=contents))
+        snapshot = take_snapshot(held, model, layout, self.context.communicator.rank, dtype, contents)
+        self.context.exchange.publish(key, snapshot)

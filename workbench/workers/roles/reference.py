@@ -42,7 +42,7 @@ from workbench.workers.roles.preferences import (
     pair_values,
 )
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
-from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking, weights_of
 from workbench.workers.worker import Context
 
 
@@ -209,7 +209,8 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
             )  # fmt: skip
         module: Any = self.engine.module
         config, rank = module.get_backbone().config, self.context.communicator.rank
-        plan = plan_of_taking(config, str(self.spec.dtype), published.layout, self.context.layout)
+        layouts = published.layout, self.context.layout
+        plan = plan_of_taking(weights_of(config, str(self.spec.dtype), *layouts), *layouts)
         me, live = plan.destination.ranks[rank], dict(self.engine.local_weights())
         shards = {weight.name: plan.destination.shard(weight, me) for weight in plan.weights}
         held = {name: (live[name], shard) for name, shard in shards.items() if shard is not None}

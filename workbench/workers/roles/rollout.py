@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,11 +23,18 @@ from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
     compare_weights,
-    metrics_of_adapter,
+    differing_weights,
     probe_gap,
 )
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.weight_exchange import Contents, Published, WeightIntake, plan_of_taking
+from workbench.workers.weight_exchange import (
+    Contents,
+    Published,
+    WeightIntake,
+    plan_of_taking,
+    uncut_weights,
+    weights_of,
+)
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
@@ -45,14 +53,16 @@ def plan_of_rollout(spec: Model, publisher: Layout, taker: Layout) -> Reshard:
     """The plan of a sync from an actor in a layout to rollout workers in theirs; the actor's ranks come first."""
     assert spec.name and spec.generation and spec.dtype
     multiple = VOCABULARY_MULTIPLE[spec.generation.engine]
-    return plan_of_taking(load_config(spec.name), spec.dtype, publisher, taker, vocabulary_multiple=multiple)
+    weights = weights_of(load_config(spec.name), spec.dtype, publisher, taker)
+    return plan_of_taking(weights, publisher, taker, vocabulary_multiple=multiple)
 
 
 class RolloutWorker(SamplingWorker):
     """A generation engine without a trainer. It starts with the actor's first weights, and changes them by
     `receive_weights`.
 
-    Each rank receives the slices that it generates with, each element once, a layer at a time.
+    Each rank receives the slices that it generates with, each element once, a layer at a time. Of an actor with an
+    adapter it receives the adapter alone, whole: the model beside it is in the engine, from the files.
     """
 
     def __init__(self, spec: Model, context: Context) -> None:
@@ -69,7 +79,7 @@ class RolloutWorker(SamplingWorker):
         return rollout_layout(self.spec, self.context.layout.size)
 
     def begin(self) -> None:
-        self.start_engine()
+        self.start_engine(lora=self.spec.adapter)
 
     def trained(self) -> tuple[int, int]:
         return self._trained
@@ -87,15 +97,18 @@ class RolloutWorker(SamplingWorker):
         """Take the weights that the actor has published, as part of `sync_weights`. After an error no rank has weights
         to generate with, until the next call succeeds."""
         assert self.spec.generation is not None
-        communicator, found = self.context.communicator, list[Contents]()
+        communicator, found, adapter = self.context.communicator, list[Contents](), dict[str, Tensor]()
 
         def take() -> list[int]:
             found.append(self.context.exchange.contents(published))
             self._trained = noted.trained_version, noted.restored = found[0].version, found[0].restored
             noted.version = noted.trained_version
-            intake = self._intake(published.layout, self.layout)
+            intake = self._intake(published, found[0], self.layout)
             before = intake.received_bytes
-            weights = intake.weights(published, self.context.device)
+            weights: Iterable[tuple[str, Tensor]] = intake.weights(published, self.context.device)
+            if self.spec.adapter is not None:
+                adapter.update(weights)
+                weights = adapter.items()
             noted.taken_bytes = self.generator.update_weights(weights, found[0].version)
             noted.moved_bytes = intake.received_bytes - before
             self._require_as_sent(intake.arrival, noted)
@@ -110,12 +123,15 @@ class RolloutWorker(SamplingWorker):
                     received = communicator.shared_by_group(communicator.world_size, take)
                     counted.bytes = received[communicator.rank]
                 metrics: Metrics = {"sync/received_bytes": Mean(total=sum(received), count=1)}
-                metrics |= metrics_of_adapter(found[0].adapter_arrived)
                 if self.spec.generation.check_sync:
-                    trained = self._trainer_weights(published, found[0])
+                    trained, differ = self._trainer_weights(published, found[0]), None
                     with span("weight_sync", note="compared on a probe"):
+                        if adapter:  # the probe may not see a small step
+                            arrived = replace(trained, named_weights=lambda: iter(adapter.items()))
+                            _, differ = differing_weights(arrived, self.generator)
+                            noted.differ = differ
                         gap = probe_gap(trained, self.generator)
-                    metrics |= self.require_small(gap, found[0].version, trained)
+                    metrics |= self.require_small(gap, found[0].version, trained, differ)
             except BaseException:
                 self.generator.weights_version = -1
                 raise
@@ -163,25 +179,32 @@ class RolloutWorker(SamplingWorker):
         return compare_weights(self._trainer_weights(published), self.generator)
 
     def _trainer_weights(self, published: Published, contents: Contents | None = None) -> TrainerWeights:
-        contents = contents or self.context.exchange.contents(published)
+        known = contents or self.context.exchange.contents(published)
         whole = Layout(d=self.context.layout.size)
 
         def named_weights() -> Iterator[tuple[str, Tensor]]:
-            return self._intake(published.layout, whole).weights(published, self.context.device)
+            return self._intake(published, known, whole).weights(published, self.context.device)
 
         return TrainerWeights(
             named_weights=named_weights,
-            probe_ids=contents.probe_ids,
-            log_probs=contents.log_probs,
-            aliases=contents.aliases,
-            vocabulary=contents.vocabulary,
+            probe_ids=known.probe_ids,
+            log_probs=known.log_probs,
+            aliases=known.aliases,
+            vocabulary=known.vocabulary,
+            log_probs_without=known.log_probs_without,
         )
 
-    def _intake(self, publisher: Layout, mine: Layout) -> WeightIntake:
-        """What this rank takes from an actor in a layout, to hold in the layout `mine`."""
+    def _intake(self, published: Published, contents: Contents, mine: Layout) -> WeightIntake:
+        """What this rank takes from an actor, to hold in the layout `mine`; an adapter in any case whole."""
+        publisher = published.layout
         if (publisher, mine) not in self._intakes:
             assert self.spec.generation is not None
-            plan = plan_of_rollout(self.spec, publisher, mine)
+            assert self.spec.dtype is not None
+            if self.spec.adapter is None:
+                plan = plan_of_rollout(self.spec, publisher, mine)
+            else:
+                weights = uncut_weights(contents.shapes, self.spec.dtype)
+                plan = plan_of_taking(weights, publisher, Layout(d=mine.size))
             self._intakes[publisher, mine] = WeightIntake(
                 plan, self.context.host.rank, self.context.exchange, checksums=self.spec.generation.check_sync
             )

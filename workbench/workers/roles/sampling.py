@@ -35,7 +35,7 @@ from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
 from workbench.workers.agents.serving import AgentRow, Serving, serve
 from workbench.workers.conversation import Compaction, Conversation, converse
-from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, notes_on_sync, require_small
+from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
@@ -305,7 +305,7 @@ class SamplingWorker(Worker):
                 "weights_version": self.generator.weights_version,
             },
             failed=failed,
-            notes=(*notes, *notes_on_sync(synced)),
+            notes=notes,
         )
 
     def _converse(
