@@ -6,7 +6,7 @@ Columns as other libraries name them, read as the names that are used here.
 | --- | --- | --- |
 | `prompt`, and `reward_model` with a `ground_truth` | verl | `answer` is the ground truth |
 | `context_messages`, or `input` | OpenRLHF | `messages`, or `prompt`; `output`, or else a text `label`, is `answer` |
-| messages in `prompt` or `messages` | TRL | as they are |
+| messages in `prompt` or `messages` | TRL | as they are; JSON schemas in `tools` are shown to the model |
 | `instruction` with `output` | Alpaca | `prompt`, with `input` behind it; `answer` |
 | `conversations` of `from` and `value` | ShareGPT | `messages` |
 """
