@@ -33,9 +33,10 @@ class Conversations:
         self, row: Any, *, environment: Any = None, sampling: Sampling | None = None, gamma: Number = 1.0,
         seed: NonNegativeInt = 0,
     ) -> Chat:  # fmt: skip
-        """A conversation of the policy with an environment, or with you, by hand: `chat.step()` takes a turn and shows it,
-        `chat.edit(...)` replaces one or what it was answered, `chat.fork(n, at=turn)` samples continuations from there
-        and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See docs/by_hand.md.
+        """A conversation of the policy with an environment, or with you, by hand: `chat.step()` takes a turn and shows
+        it, `chat.say(text)` answers it, `chat.edit(...)` replaces one or its answer, `chat.fork(n, at=turn)` samples
+        continuations from there and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See
+        docs/by_hand.md.
 
         row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text; or a mapping of a prompt and its
         columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`, and

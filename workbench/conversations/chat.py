@@ -43,9 +43,10 @@ class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
     step(): the policy takes a turn, and the environment answers. say(): you answer it, and the policy takes the next
-    turn. finish(): until the conversation has ended. edit(): another text for a turn, or for an answer. fork(): continuations from a turn, and its value by Monte Carlo. go():
-    to another branch. batch(), train(): branches as rows. values(): credit by turn. tree: all turns; here: the number
-    of the turn that the next one comes behind, None at the beginning; path: the turns up to it.
+    turn. finish(): until the conversation has ended. edit(): another text for a turn, or for an answer. fork():
+    continuations from a turn, and its value by Monte Carlo. go(): to another branch. batch(), train(): branches as
+    rows. values(): credit by turn. tree: all turns; here: the number of the turn that the next one comes behind, None
+    at the beginning; path: the turns up to it.
 
     Turns are drawn by the actor's newest weights, one after the other, so branches may be of several versions. The
     environment runs in a process of its own; at a branch a new one is told the turns before it again, see `Answers`.

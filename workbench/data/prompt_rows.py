@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
 from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
-from workbench.data.sources import Source
+from workbench.data.sources import PROMPT_COLUMNS, Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
 from workbench.display.tokens import WrittenTokens
@@ -107,7 +107,6 @@ def _filled(value: Any) -> Any:
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
-PROMPT_COLUMNS = ("prompt", "question", "messages")
 # names of arguments of reward functions and environments that do not come from extra columns
 _RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
 

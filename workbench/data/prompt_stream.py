@@ -18,8 +18,9 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import ScoredRows
 from workbench.data.ledger import Ledger, ledger_frame, versions_frame
-from workbench.data.prompt_rows import PROMPT_COLUMNS, PromptRow, row_tools
+from workbench.data.prompt_rows import PromptRow, row_tools
 from workbench.data.prompts import Prompts
+from workbench.data.sources import PROMPT_COLUMNS
 from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.tokens import WrittenTokens

@@ -41,7 +41,7 @@ from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import is_text
 from workbench.support.checked_calls import checked_call
 
-PROMPTS = ("prompt", "question", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
@@ -81,7 +81,7 @@ def _has_messages(value: object, *keys: str) -> bool:
 
 
 def _without_prompt(row: Row) -> bool:
-    return not any(name in row for name in PROMPTS)
+    return not any(name in row for name in PROMPT_COLUMNS)
 
 
 def _of_openrlhf(row: Row) -> Row:
