@@ -296,7 +296,7 @@ def test_without_an_environment_one_talks_with_the_policy(lab: wb.Workbench) -> 
     assert [turn.written_by for turn in chat.path] == ["policy"] * 2 and not chat.ended
     batch = chat.batch(before_edits=True)
     ids, mask = rows(batch, "response_ids")[0], rows(batch, "response_mask")[0]
-    assert [one for one, own in zip(ids, mask, strict=True) if own] == first.token_ids + second.token_ids
+    assert [one for one, own in zip(ids, mask, strict=True) if own] == [*first.token_ids, *second.token_ids]
 
 
 def test_arguments(lab: wb.Workbench, chat: Chat) -> None:
