@@ -33,6 +33,7 @@ CLAIMS = {
     "Use a bigger model, from a folder or the hub": (
         "bigger.description.models['actor'].name == 'my-model' and bigger.estimate().peak(0) > 0"
     ),
+    "Take my model elsewhere": "wb.Model('to-share') and 'PPO' in Path('to-share/README.md').read_text()",
     "Train a LoRA adapter": "lora.description.actor_is_reference and len(lora.metrics('update_actor')) == 2",
     "Train a reward model": "len(trainer.metrics('update_reward')) == 3 and wb.Model('my-judge')",
     "Use my own loss": "lab.metrics('update_actor').iloc[-1]['optimizer_steps'] > 0",
@@ -60,6 +61,7 @@ CLAIMS = {
     ),
     "Stop at a text": "{*lines.df()['ending']} <= {'stop', 'eos', 'length'}",
     "Choose which prompts come next": "lab.prompts.order is None and lab.prompts.ledger()['responses'].sum() > 0",
+    "Talk to my policy": "exchange.rows == 1 and len(start.conversation.chats) == 1",
     "Get the same numbers again": (
         "seeded.actor.generate_sequences(drawn, seed=7, max_new_tokens=16).df()['response_text'].tolist()"
         " == other.df()['response_text'].tolist() != drawn.df()['response_text'].tolist()"

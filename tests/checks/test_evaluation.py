@@ -17,7 +17,7 @@ from tests.calculator import sums
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
-from workbench.checks.evaluation import _passed, _rows, _scores, summary
+from workbench.checks.evaluation import _passed, _rows, _scores, majority_at_k, summary
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 
@@ -98,7 +98,7 @@ def test_rows_say_what_became_of_each_response(lab: wb.Workbench) -> None:
         return float(len(response) % 2)
 
     def first_letter(response: str) -> str | None:
-        return response[:1] or None
+        return response[0] if response[:1].isalpha() else None
 
     options: dict[str, Any] = {"samples": 3, "sampling": SHORT, "reward": {"right": letters, "form": (tidy, 0.0)}}
     found = lab.evaluate({"mine": mine}, answer=first_letter, select=length, **options)
@@ -112,6 +112,10 @@ def test_rows_say_what_became_of_each_response(lab: wb.Workbench) -> None:
     one = found.loc["mine"]
     assert one["reward/form_mean"] == rows["reward/form"].mean()
     assert one["best_of@1"] == pytest.approx(one["reward_mean"]) and one["majority@1"] == pytest.approx(one["pass@1"])
+    answers = [first_letter(text) for text in rows["response"]]
+    assert rows["answer"].tolist() == answers and None in answers  # which is no vote
+    votes = [majority_at_k(answers[at : at + 3], rows["passed"].tolist()[at : at + 3], 3) for at in (0, 3)]
+    assert one["majority@3"] == pytest.approx(np.mean(votes))
     longest = [group.loc[group["selection_score"].idxmax(), "reward"] for _, group in rows.groupby("prompt_index")]
     assert one["best_of@3"] == pytest.approx(np.mean(longest))
     assert one["response_tokens_median"] == rows["response_tokens"].median()

@@ -287,9 +287,21 @@ def test_an_environment_that_fails_leaves_the_chat_as_it_was(lab: wb.Workbench) 
     assert len(chat.finish().path) > 1  # with a new environment
 
 
+def test_without_an_environment_one_talks_with_the_policy(lab: wb.Workbench) -> None:
+    chat = lab.conversation("1+1=", sampling=wb.Sampling(logit_bias=END, stop=("=",), max_new_tokens=96, max_turns=3))
+    first = chat.step()
+    second = chat.say("3+<|eos|>4=")
+    heard = lab.decode(chat.path[0].answer_ids)
+    assert "<|user|>3+<|eos|>4=" in heard and heard.endswith("<|assistant|>") and chat.path[0].text == first.text
+    assert [turn.written_by for turn in chat.path] == ["policy"] * 2 and not chat.ended
+    batch = chat.batch(before_edits=True)
+    ids, mask = rows(batch, "response_ids")[0], rows(batch, "response_mask")[0]
+    assert [one for one, own in zip(ids, mask, strict=True) if own] == [*first.token_ids, *second.token_ids]
+
+
 def test_arguments(lab: wb.Workbench, chat: Chat) -> None:
-    with expect_error(BadInput, value="conversation without an environment"):
-        lab.conversation("1+1=")
+    with expect_error(BadInput, value="before the first turn"):
+        chat.say("3+4=")
     with expect_error(BadInput, rule="begins with one row"):
         lab.conversation(lab.prompts.next(2), sampling=sampling())
     with expect_error(BadInput, rule="begins with a prompt"):

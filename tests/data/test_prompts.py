@@ -108,6 +108,7 @@ NAMED: list[tuple[Any, str | None, str]] = [
     ({"text": "t", "question": "q"}, "text", "t"),
     ({"messages": [user("m")], "question": "q"}, None, "q"),
     ({"prompt": [SYSTEM, user("m")], "answer": "a"}, None, "m"),
+    ({"problem": "p", "solution": "s", "answer": "a"}, None, "p"),  # of MATH-500 and AIME
     ({"messages": [user("one"), {"role": "assistant", "content": "two"}, user("three")]}, None, "three"),
 ]
 

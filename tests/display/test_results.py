@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from workbench.display.headlines import looked_at
 from workbench.display.results import Results, sparkline
 
 ROWS = [
@@ -34,6 +35,11 @@ def test_what_one_looks_at_is_in_front_and_nothing_is_lost() -> None:
     frame = made()
     assert list(frame.columns[:7]) == FIRST and set(frame.columns) == set(ROWS[0]) - {"iteration"}
     assert frame.index.tolist() == [1, 2, 3] and frame["compute_reward/rewards/mean"].tolist() == [0.1, 0.2, 0.3]
+
+
+def test_the_kl_that_one_looks_at_is_that_to_the_reference() -> None:
+    names = ["update_actor/approximate_kl", "update_actor/kl_loss"]  # of GRPO, whose penalty is in the loss
+    assert looked_at(names)["KL"] == "update_actor/kl_loss"
 
 
 def test_runs_with_equal_metrics_are_equal_however_long_they_took() -> None:

@@ -275,6 +275,8 @@ def test_roles_and_operations_that_are_not_there(lab: wb.Workbench, capsys: pyte
     ppo, drawn = wb.PPO(lab), lab.prompts.next(1)
     for named, name, remedy in (
         (lab, "restore", "wb.restore(path)"), (wb, "load_checkpoint", "wb.restore(path)"),
+        (lab, "sweep", "wb.sweep"), (wb, "evaluate", "lab.evaluate"),
+        (lab, "save_model", "lab.actor.save_model"),
         (lab, "save_checkpoint", "lab.save(path)"), (lab, "run", "algorithm.run(3)"),
         (ppo, "train", "algorithm.run(3)"), (ppo, "clp", "clip (the nearest)"), (drawn, "tak", "take (the nearest)"),
         (lab.prompts, "nxt", "next (the nearest)"), (drawn, "prompt", ".df(['prompt'])"),

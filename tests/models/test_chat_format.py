@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.data.examples import Examples
+from workbench.data.prompt_rows import row_tools
 from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
@@ -53,6 +55,23 @@ def test_prompts_demonstrations_and_pairs_are_rendered_alike(tokenizer: Any) -> 
         (example,) = Examples([row], kind, tokenizer=tokenizer, chat=CHAT).next(1)  # type: ignore[arg-type]
         assert example.prompt_ids == prompt.prompt_ids == render_prompt(tokenizer, "2 + 3?", chat=CHAT)
         assert [tokenizer.decode(ids[:-1]) for ids in example.answer_ids] == answers
+
+
+@pytest.mark.parametrize("written", [lambda tools: tools, json.dumps])
+def test_a_row_may_have_tools_of_its_own(tokenizer: Any, written: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "<|eos|>mine", "description": None}}]  # None: a table of arrow
+    row = {"messages": [{"role": "user", "content": "2 + 3?"}], "tools": written(tools)}
+    for chat, head in ((None, "[<|eos|>mine]<user>2 + 3?<assistant>"), (CHAT, HEAD.replace("add", "<|eos|>mine"))):
+        prompts = Prompts([row], tokenizer=tokenizer, chat=chat)
+        (prompt,) = prompts.next(1)
+        assert tokenizer.decode(prompt.prompt_ids) == head and tokenizer.eos_token_id not in prompt.prompt_ids
+        shown = prompts.show(row["messages"], tools=row_tools(row))
+        assert [token.token_id for token in shown.tokens] == prompt.prompt_ids
+        learned = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "5"}]}
+        (example,) = Examples([learned], "demonstrations", tokenizer=tokenizer, chat=chat).next(1)
+        assert example.prompt_ids == prompt.prompt_ids
+    (plain,) = Prompts([{**row, "tools": ["hammer"]}], tokenizer=tokenizer).next(1)  # a column of that name
+    assert tokenizer.decode(plain.prompt_ids) == "<user>2 + 3?<assistant>"
 
 
 def test_messages_keep_their_own_system_prompt(tokenizer: Any) -> None:

@@ -52,6 +52,17 @@ def test_a_tokenizer_that_changes_texts(tokenizer: Any, monkeypatch: pytest.Monk
     assert len(said) == 1 and "'Add ONE to 2.' comes back as 'add one to 2.'" in said[0]
 
 
+def test_opening_says_what_of_the_rows_the_template_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows = [{"messages": [*turns, {"role": "tool", "content": "5"}], "tools": [call]}]
+    tiny_lab("left-out", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
+    said = capsys.readouterr().out
+    assert "rows have 'tools', which the chat template of" in said and "rows have 'tool_calls', which" in said
+
+
 def test_opening_says_how_columns_were_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_model": {"ground_truth": "5"}}]
     tiny_lab("said", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()

@@ -234,7 +234,8 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
     columns["passed"] = _passed(columns["reward"], asked.threshold) & columns["valid"]
     columns |= {f"reward/{name.removeprefix('rewards/')}": _scores(found[name]) for name in parts}
     if asked.answer is not None:
-        columns["answer"] = [_answer(asked.answer, response) for response in columns["response"]]
+        answers = [_answer(asked.answer, response) for response in columns["response"]]
+        columns["answer"] = pd.Series(answers, dtype=object)  # None stays None: it is no vote
     if asked.select is not None:
         columns["selection_score"] = _selection_scores(lab.reward.compute_reward(batch, function=asked.selector))
     return pd.DataFrame(columns)

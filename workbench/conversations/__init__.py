@@ -14,6 +14,13 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, Number
 
 
+class Talk:
+    """The environment of a conversation that has none: it waits for `chat.say`."""
+
+    def step(self, response: str) -> tuple[None, float, bool]:
+        return None, 0.0, False
+
+
 class Conversations:
     """Begins conversations by hand, `lab.conversation(row, environment=MyEnvironment)`. chats: those that were begun,
     the newest last."""
@@ -26,16 +33,18 @@ class Conversations:
         self, row: Any, *, environment: Any = None, sampling: Sampling | None = None, gamma: Number = 1.0,
         seed: NonNegativeInt = 0,
     ) -> Chat:  # fmt: skip
-        """A conversation of the policy with an environment, by hand: `chat.step()` takes a turn and shows it,
-        `chat.edit(...)` replaces one or what it was answered, `chat.fork(n, at=turn)` samples continuations from there
-        and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See docs/by_hand.md.
+        """A conversation of the policy with an environment, or with you, by hand: `chat.step()` takes a turn and shows
+        it, `chat.say(text)` answers it, `chat.edit(...)` replaces one or its answer, `chat.fork(n, at=turn)` samples
+        continuations from there and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See
+        docs/by_hand.md.
 
         row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text; or a mapping of a prompt and its
-        columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`.
+        columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`, and
+        without one the policy talks with you, see `chat.say`.
         sampling: how turns are drawn, and how many tokens and turns there may be; None: as the algorithm that took the
         last step draws them, else `wb.Sampling()`. gamma: of returns, for each turn. seed: the same one draws the same
         turns from the same weights.
-        Raises `BadInput` without an environment, `RolloutError` where its `reset` fails.
+        Raises `RolloutError` where the environment's `reset` fails.
         """
         lab = self._lab
         if "actor" not in lab.groups or lab.description.generation is None:
@@ -45,14 +54,7 @@ class Conversations:
             sampling = getattr(lab.algorithm, "sampling", None)
         if not isinstance(sampling, Sampling):
             sampling = Sampling()
-        if environment is not None:
-            sampling = replace(sampling, environment=environment)
-        if sampling.environment is None:
-            raise BadInput(
-                "conversation without an environment",
-                "turns are answered by one",
-                "lab.conversation(row, environment=MyEnvironment)",
-            )
+        sampling = replace(sampling, environment=environment or sampling.environment or Talk)
         chat = Chat(lab, row, sampling=sampling, gamma=gamma, seed=seed)
         self.chats.append(chat)
         lab.before_close(chat.close)

@@ -42,10 +42,11 @@ CONTINUED = ("gae", "gae_turn")  # estimators that take the critic's value for w
 class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
-    step(): the policy takes a turn, and the environment answers. finish(): until the conversation has ended. edit():
-    another text for a turn, or for an answer. fork(): continuations from a turn, and its value by Monte Carlo. go():
-    to another branch. batch(), train(): branches as rows. values(): credit by turn. tree: all turns; here: the number
-    of the turn that the next one comes behind, None at the beginning; path: the turns up to it.
+    step(): the policy takes a turn, and the environment answers. say(): you answer it, and the policy takes the next
+    turn. finish(): until the conversation has ended. edit(): another text for a turn, or for an answer. fork():
+    continuations from a turn, and its value by Monte Carlo. go(): to another branch. batch(), train(): branches as
+    rows. values(): credit by turn. tree: all turns; here: the number of the turn that the next one comes behind, None
+    at the beginning; path: the turns up to it.
 
     Turns are drawn by the actor's newest weights, one after the other, so branches may be of several versions. The
     environment runs in a process of its own; at a branch a new one is told the turns before it again, see `Answers`.
@@ -142,6 +143,14 @@ class Chat:
         while not self.ended:
             self.step()
         return self
+
+    def say(self, text: str) -> Turn:
+        """Say something as the user, in place of what the environment answered to the last turn, and let the policy
+        take the next turn. `batch(before_edits=True)` makes a row of what was said."""
+        if not self.path:
+            raise BadInput("say() before the first turn", "the prompt is what was said first", "chat.step()")
+        self.edit(len(self.path) - 1, answer=[{"role": "user", "content": text}])
+        return self.step()
 
     def edit(self, turn: NonNegativeInt, text: str | None = None, *, answer: Any = None) -> Turn:
         """Replace a turn of the branch, or what it was answered, and go there: what came behind stays in the tree, as

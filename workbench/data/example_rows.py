@@ -32,13 +32,14 @@ class Example:
 
     prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
     one. margin: of a pair, by how much more the chosen answer is preferred; None where the row does not say.
-    desirable: of feedback, whether the answer was rated as good.
+    desirable: of feedback, whether the answer was rated as good. tools: the row's own, see `row_tools`.
     """
 
     prompt: Conversation
     answers: tuple[str, ...]
     margin: float | None = None
     desirable: bool = True
+    tools: Sequence[Any] = ()
 
 
 def demonstration(row: Row, where: str) -> Example:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from pydantic import Field
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.example_rows import Example, demonstration, dialogue, feedback, pair
+from workbench.data.prompt_rows import row_tools
 from workbench.data.prompt_stream import Feed
 from workbench.data.prompts import EpochRows
 from workbench.data.readers import BadRows, Overlong, Row, Rows, counts
@@ -25,7 +26,7 @@ from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
-from workbench.models.chat_format import ChatFormat, check_chat
+from workbench.models.chat_format import ChatFormat, check_chat, with_row_tools
 from workbench.models.control_tokens import as_text, encoded
 from workbench.models.tokenizers import as_template_writes, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
@@ -174,7 +175,8 @@ class Examples(EpochRows[Tokenized]):
         found = list[Tokenized]()
         for i, row in enumerate(rows):
             try:
-                found += filter(None, [self._fit(_READ[self.kind](row, rows.where(i)), rows.where(i))])
+                example = replace(_READ[self.kind](row, rows.where(i)), tools=row_tools(row))
+                found += filter(None, [self._fit(example, rows.where(i))])
             except BadInput as error:
                 self.skipped.add(error)
         return found
@@ -204,7 +206,7 @@ class Examples(EpochRows[Tokenized]):
         return Tokenized(example=example, prompt_ids=start + rest, answer_ids=tokenized.answer_ids)
 
     def _tokenize(self, example: Example) -> Tokenized:
-        tokenizer, prompt, answers = self._tokenizer, example.prompt, example.answers
+        tokenizer, prompt, answers, tools = self._tokenizer, example.prompt, example.answers, example.tools
         chat = self._chat or not isinstance(prompt, str)
         if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
             prompt, answers = turns, tuple(answer.removeprefix(" ") for answer in answers)
@@ -215,14 +217,14 @@ class Examples(EpochRows[Tokenized]):
             answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
         end = self._turn_end if chat else tokenizer.eos_token_id
         if not self.control_tokens:
-            given, (prompt, answers) = (prompt, answers), as_text(tokenizer, (prompt, answers))
-            self.with_control_tokens += given != (prompt, answers)
+            given, (prompt, answers, tools) = (prompt, answers, tools), as_text(tokenizer, (prompt, answers, tools))
+            self.with_control_tokens += given != (prompt, answers, tools)
         ids = [encoded(tokenizer, answer) for answer in answers]
         # a text that was rendered before may have its end already
         ends = () if chat else (end, self._turn_end)
         return Tokenized(
             example=example,
-            prompt_ids=render_prompt(tokenizer, prompt, chat=chat),
+            prompt_ids=render_prompt(tokenizer, prompt, chat=with_row_tools(chat, tools, tokenizer)),
             answer_ids=tuple(one if one and one[-1] in ends else [*one, end] for one in ids),
         )
 

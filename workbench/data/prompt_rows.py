@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.schema import SCHEMA
 from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
-from workbench.data.sources import Source
+from workbench.data.sources import PROMPT_COLUMNS, Source
 from workbench.data.user_functions import short
 from workbench.display.html import table
 from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
-from workbench.models.chat_format import ChatFormat, check_chat, written_tokens
+from workbench.models.chat_format import ChatFormat, check_chat, with_row_tools, written_tokens
 from workbench.models.control_tokens import as_text
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -86,7 +86,27 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-PROMPT_COLUMNS = ("prompt", "question", "messages")
+def row_tools(row: Mapping[str, Any]) -> list[Any]:
+    """The row's own tools: JSON schemas in its column `tools`, a list or JSON text, as rows of TRL have them. What else
+    has that name is none. Keys without a value, which tables of arrow fill in, are left out."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return []
+    are = isinstance(tools, list) and all(
+        isinstance(t, Mapping) and isinstance(t.get("function"), Mapping) for t in tools
+    )
+    return _filled(tools) if are else []
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
+
+
 # names of arguments of reward functions and environments that do not come from extra columns
 _RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
 
@@ -198,7 +218,8 @@ class PromptReader(ABC):
                 "stages make a column of that name, and would take the data set's for it",
                 f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
-        ids = self.render(conversation)
+        tools = row_tools(extra)
+        ids = self.render(conversation, tools=tools)
         self.with_control_tokens += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:
             return PromptRow(index, _text(conversation), ids, extra, _messages(conversation))
@@ -208,24 +229,28 @@ class PromptReader(ABC):
                 f"max_prompt_tokens is {self.max_prompt_tokens}",
                 "raise it, or give overlong='filter' or overlong='cut'",
             )
-        shorter = self._shortened(conversation) if self.overlong == "cut" else None
+        shorter = self._shortened(conversation, tools) if self.overlong == "cut" else None
         if shorter is None:
             self.dropped += 1
             return None
         self.cut += 1
-        return PromptRow(index, _text(shorter), self.render(shorter), extra, _messages(shorter))
+        return PromptRow(index, _text(shorter), self.render(shorter, tools=tools), extra, _messages(shorter))
 
-    def render(self, conversation: Conversation, called: str = "the prompt") -> list[int]:
+    def render(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> list[int]:
         """Token ids of a text or of messages, through the chat template as the other prompts. called: its name in the
-        `BadInput` for what is no prompt."""
+        `BadInput` for what is no prompt. tools: of the row, see `row_tools`."""
         whole = self._whole(called, conversation)
         read = whole if self.control_tokens else as_text(self._tokenizer, whole)
-        return render_prompt(self._tokenizer, read, chat=self._chat)
+        return render_prompt(self._tokenizer, read, chat=self._with(tools))
 
-    def show(self, conversation: Conversation, called: str = "the prompt") -> WrittenTokens:
+    def _with(self, tools: Sequence[Any]) -> Any:
+        read = tools if self.control_tokens else as_text(self._tokenizer, tools)
+        return with_row_tools(self._chat, read, self._tokenizer)
+
+    def show(self, conversation: Conversation, called: str = "the prompt", tools: Sequence[Any] = ()) -> WrittenTokens:
         """The tokens of a text or of messages, as `render` makes them, with who wrote each."""
-        ids = self.render(conversation, called)
-        chat = self._chat if isinstance(self._chat, ChatFormat) else None
+        ids, chat = self.render(conversation, called, tools), self._with(tools)
+        chat = chat if isinstance(chat, ChatFormat) else None
         return written_tokens(self._tokenizer, self._whole(called, conversation), ids, called, chat)
 
     def _whole(self, where: str, value: Any) -> Conversation:
@@ -235,13 +260,13 @@ class PromptReader(ABC):
             return self._chat.messages(found)
         return found
 
-    def _shortened(self, conversation: Conversation) -> Conversation | None:
+    def _shortened(self, conversation: Conversation, tools: Sequence[Any]) -> Conversation | None:
         """The longest end of the text that fits, found by bisection over its characters; None if nothing fits."""
         text = _text(conversation)
         too_long, fits = 0, len(text)  # text[too_long:] does not fit, text[fits:] does (or is empty)
         while fits - too_long > 1:
             start = (too_long + fits) // 2
-            if len(self.render(_with_text(conversation, text[start:]))) <= self.max_prompt_tokens:
+            if len(self.render(_with_text(conversation, text[start:]), tools=tools)) <= self.max_prompt_tokens:
                 fits = start
             else:
                 too_long = start

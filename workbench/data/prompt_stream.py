@@ -18,8 +18,9 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.schema import ScoredRows
 from workbench.data.ledger import Ledger, ledger_frame, versions_frame
-from workbench.data.prompt_rows import PROMPT_COLUMNS, PromptRow
+from workbench.data.prompt_rows import PromptRow, row_tools
 from workbench.data.prompts import Prompts
+from workbench.data.sources import PROMPT_COLUMNS
 from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.tokens import WrittenTokens
@@ -197,13 +198,14 @@ class PromptStream(NamedAttributes):
         """
         if self.source is None:
             raise _no_prompts()
+        tools = row_tools(prompt) if isinstance(prompt, Mapping) else []
         if isinstance(prompt, Mapping):
             names = [name for name in PROMPT_COLUMNS if name in prompt]
             if not names:
                 rule = f"a row has one of the columns {', '.join(PROMPT_COLUMNS)}"
                 raise BadInput(f"a row with {', '.join(map(str, prompt)) or 'no columns'}", rule, "give its text alone")
             prompt = prompt[names[0]]
-        return self.source.show(prompt)
+        return self.source.show(prompt, tools=tools)
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 

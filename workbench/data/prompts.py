@@ -95,7 +95,8 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
     source: see `read_rows`: a list, a frame, a file, a name under datasets/, a hub id. Columns of verl, TRL, OpenRLHF,
         Alpaca and ShareGPT are recognised where no `prompt_column` is given; `read_as` says so.
     tokenizer: of the model that will respond. All rows are rendered at once, at about 0.2 ms a row.
-    prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages" found.
+    prompt_column: the column with the text or the messages; None: the first of "prompt", "question", "messages",
+        "problem" that is there.
     seed, shuffle: each epoch has a permutation of its own, drawn from (seed, epoch); else the source's order.
     max_prompt_tokens: the longest rendered prompt, chat template included.
     overlong: what becomes of a longer one.

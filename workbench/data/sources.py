@@ -6,7 +6,7 @@ Columns as other libraries name them, read as the names that are used here.
 | --- | --- | --- |
 | `prompt`, and `reward_model` with a `ground_truth` | verl | `answer` is the ground truth |
 | `context_messages`, or `input` | OpenRLHF | `messages`, or `prompt`; `output`, or else a text `label`, is `answer` |
-| messages in `prompt` or `messages` | TRL | as they are |
+| messages in `prompt` or `messages` | TRL | as they are; JSON schemas in `tools` are shown to the model |
 | `instruction` with `output` | Alpaca | `prompt`, with `input` behind it; `answer` |
 | `conversations` of `from` and `value` | ShareGPT | `messages` |
 """
@@ -41,7 +41,7 @@ from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import is_text
 from workbench.support.checked_calls import checked_call
 
-PROMPTS = ("prompt", "question", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
@@ -81,7 +81,7 @@ def _has_messages(value: object, *keys: str) -> bool:
 
 
 def _without_prompt(row: Row) -> bool:
-    return not any(name in row for name in PROMPTS)
+    return not any(name in row for name in PROMPT_COLUMNS)
 
 
 def _of_openrlhf(row: Row) -> Row:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean"),
     "cost": ("compute_cost/costs/mean",),
-    "KL": ("compute_advantages/reference_kl", "update_actor/reference_kl", "update_actor/approximate_kl"),
+    "KL": ("compute_advantages/reference_kl", "update_actor/kl_loss", "update_actor/approximate_kl"),
     "accuracy": (
         "update_reward/accuracy",
         "update_cost/accuracy",

@@ -29,6 +29,7 @@ from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
+from workbench.data.prompt_rows import row_tools
 from workbench.data.prompts import Prompts
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
@@ -113,8 +114,11 @@ def _about_prompts(lab: Workbench) -> list[str]:
     source = lab.prompts.source
     read = [f"prompts are read as {source.read_as}"] if source is not None and source.read_as else []
     first = source.at(source.position) if isinstance(source, Prompts) else None
-    known = (first.prompt_ids, first.prompt) if first is not None else ()
-    return read + template_doubts(lab.runner.batches.tokenizer, *known)
+    if first is None:
+        return read + template_doubts(lab.runner.batches.tokenizer)
+    calls = any(message.get("tool_calls") for message in first.messages or ())
+    used = [name for name, there in (("tools", row_tools(first.extra)), ("tool_calls", calls)) if there]
+    return read + template_doubts(lab.runner.batches.tokenizer, first.prompt_ids, first.prompt, used)
 
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTokens
@@ -71,15 +71,13 @@ class ChatFormat:
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise `BadInput` where the chat template would leave something of it out."""
-        template = tokenizer.chat_template
-        if not template:
+        if not tokenizer.chat_template:
             raise BadInput(
                 f"chat={shown(self)}", f"the tokenizer of {tokenizer.name_or_path!r} has no chat template",
                 "choose an instruction-tuned model, or set chat_template in the model's folder",
             )  # fmt: skip
-        text = template if isinstance(template, str) else " ".join(template.values())
         for name in [*self.arguments, *(["tools"] if self.tools else [])]:
-            if not re.search(rf"\b{name}\b", text):
+            if not _reads(tokenizer, name):
                 tools = name == "tools"
                 raise BadInput(
                     "ChatFormat(tools=...)" if tools else f"ChatFormat(arguments={{{name!r}: ...}})",
@@ -103,6 +101,13 @@ class ChatFormat:
         """What the model reads up to where the response begins."""
         messages = self.messages(prompt)
         return rendered(tokenizer, messages, tools=self.tools, arguments=self.arguments) + self.prefill  # type: ignore[arg-type]
+
+
+def with_row_tools(chat: Any, tools: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The `chat=` of a row that has tools of its own."""
+    if not tools or chat is False or not tokenizer.chat_template:
+        return chat
+    return replace(chat if isinstance(chat, ChatFormat) else ChatFormat(), tools=tools)
 
 
 def check_chat(chat: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -184,11 +189,24 @@ def _spans(
 
 
 def template_doubts(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = ""
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", used: Sequence[str] = ()
 ) -> list[str]:  # fmt: skip
-    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt."""
+    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt. used: what rows have beside texts,
+    "tools" or "tool_calls"."""
     ends = differing_ends(tokenizer), _end(tokenizer)
-    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text)) if one]
+    unread = (
+        f"rows have {name!r}, which the chat template of {tokenizer.name_or_path!r} does not read: the model does not "
+        "see them. Set chat_template in the model's folder, or take a model that was trained with tools"
+        for name in used if tokenizer.chat_template and not _reads(tokenizer, name)
+    )  # fmt: skip
+    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text), *unread) if one]
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template has a variable of that name."""
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) else " ".join((template or {}).values())
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -81,11 +81,16 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size"), "wb.Training(minibatches=...), how many there are"),
     **{name: f'prompts={{"source": ..., "{name}": ...}}'
        for name in ("bad_rows", "chat", "control_tokens", "max_prompt_tokens", "overlong", "shuffle", "stream")},
+    **dict.fromkeys(("push_to_hub", "save_model", "save_pretrained"), "lab.actor.save_model(folder)"),
+    **{name: f"lab.{name}(...)" for name in ("compare_evaluations", "evaluate", "serve")},
+    "chat": 'prompts={"source": ..., "chat": ...}, or to talk with the policy lab.conversation("Hi")',
     "do_sample": "temperature=0, which is greedy, or leave it out",
     "generate": "lab.actor.generate_sequences(batch)",
+    "ledger": "lab.prompts.ledger()",
     "gradient_accumulation_steps": "wb.Training(minibatches=..., micro_batch_tokens=...)",
     "resume": "wb.open(..., resume=path)",
     "save_checkpoint": "lab.save(path)",
+    "sweep": "wb.sweep(name, train, arms)",
     "step": "algorithm.step(), as in wb.PPO(lab).step()",
 }  # fmt: skip
 
