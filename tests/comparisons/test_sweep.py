@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.cases import TINY, tiny_lab, vowels
+from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.checks.compare_evaluations import interval
 from workbench.comparisons.sweep import Sweep, beaten, shared_level
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 
 NOISE = [0.0, 0.02, -0.01, 0.015, -0.02]
 
@@ -109,6 +110,34 @@ def test_a_trial_is_made_again_where_what_it_uses_has_changed(tmp_path: Path) ->
             found = wb.sweep("s", cell["train"], {"a": {}}, seeds=1, runs=str(tmp_path))
             assert found.df["score"].tolist() == [score]
     assert cell["made"] == [0] * 4
+
+
+def test_trials_side_by_side_have_the_scores_of_trials_one_after_the_other(tmp_path: Path) -> None:
+    """In processes, each of which waits for the others; one that fails says why, and stops the others."""
+    folder = str(tmp_path)
+
+    def train(seed: int, arm: str, others: str) -> Any:
+        mine, waited = Path(folder, f"{arm}{seed}"), 0
+        mine.touch()
+        while not all(Path(folder, f"{other}{seed}").exists() for other in others):
+            time.sleep(0.05)
+            waited += 1
+            assert waited < 1200, "it is alone"
+        if arm == "c":
+            raise ValueError("no such thing")
+        with tiny_lab(f"side-{arm}", Path(folder), backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
+            columns = ("prompt_ids", "response_ids", "response_mask")
+            lab.actor.update_sft(lab.put({name: stored(2)[name] for name in columns}))
+            return lab.evaluate("arithmetic", n=2, samples=2, sampling=wb.Sampling(max_new_tokens=6))
+
+    together = {arm: {"arm": arm, "others": "ab"} for arm in "ab"}
+    found = wb.sweep("side", train, together, seeds=1, runs=folder, at_once=2)
+    after = wb.sweep("after", train, together, seeds=1, runs=folder)
+    assert found.df["score"].tolist() == after.df["score"].tolist()
+    assert found.df["run"].str.startswith("side-").all() and (tmp_path / "sweeps/side/a-0.log").exists()
+    stopping = {"c": {"arm": "c", "others": "d"}, "d": {"arm": "d", "others": "cz"}}
+    with expect_error(StageError, value="trial c, seed 0", rule="ValueError: no such thing", remedy="c-0.log"):
+        wb.sweep("fails", train, stopping, seeds=1, runs=folder, at_once=2)
 
 
 def test_a_score_that_is_no_number_is_refused(tmp_path: Path) -> None:

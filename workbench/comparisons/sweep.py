@@ -1,14 +1,21 @@
-"""`wb.sweep`: several settings, with several seeds each, one trial after the other, until it is decided.
+"""`wb.sweep`: several settings, with several seeds each, one trial after the other or side by side.
 
 The ledger of a sweep: which trials have begun and ended, a line each, so that a later kernel goes on with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +30,16 @@ from filelock import FileLock, Timeout
 from workbench.backends import registry
 from workbench.checks.compare_evaluations import LEVEL, Evaluation, interval
 from workbench.display.html import seconds_text, table
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, NotFound, StageError
 from workbench.errors.plain_text import shown
 from workbench.launch import arguments
 from workbench.session.checkpoint import find_checkpoint
 from workbench.support import files
+from workbench.support.calls.pickling import by_value
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
 from workbench.support.fingerprint import code_behind, fingerprint
+from workbench.support.machine import computing_threads, read_gpus
 from workbench.support.validation import PositiveInt, Rule
 
 if TYPE_CHECKING:
@@ -180,7 +189,7 @@ class Sweep:
 @checked_call("wb.sweep")
 def sweep(
     name: str, train: Train, arms: Arms, *, seeds: PositiveInt = 3, runs: str = "runs", early_stop: bool = True,
-    save_every: PositiveInt | None = None,
+    save_every: PositiveInt | None = None, at_once: PositiveInt = 1,
 ) -> Sweep:  # fmt: skip
     """Train with several settings and seeds, one trial after the other: `wb.sweep("kl", train, arms, seeds=3)`.
 
@@ -199,17 +208,22 @@ def sweep(
     Student's t, its 5 % shared out over all pairs of arms and all looks (Bonferroni), so that the chance of a wrong
     stop in the whole sweep is at most 5 % where differences are about normal. It takes two seeds at least, and with
     three a difference that is many times its deviation.
+
+    at_once: so many trials of a seed are made side by side, each in a process of its own with an equal share of the
+    GPUs of this machine, or of its cores where there are none; what it prints is in RUNS/sweeps/NAME/ARM-SEED.log. Of
+    workbenches on Ray the cluster deals out the devices. The trials have names of their own for what they open.
     """
     check_name(name)
     _check(arms)
     ledger = Ledger(path_of(runs, "runs").absolute() / "sweeps" / f"{name}.jsonl")
     with ledger.owned():
-        return _swept(name, ledger, train, arms, seeds, early_stop, save_every)
+        return _swept(name, ledger, train, arms, seeds, early_stop, save_every, at_once)
 
 
 def _swept(
-    name: str, ledger: Ledger, train: Train, arms: Arms, seeds: int, early_stop: bool, save_every: int | None
-) -> Sweep:
+    name: str, ledger: Ledger, train: Train, arms: Arms, seeds: int, early_stop: bool, save_every: int | None,
+    at_once: int,
+) -> Sweep:  # fmt: skip
     code = code_behind(train)
     keys = {
         (arm, seed): TrialKey(arm, seed, fingerprint((code, dict(settings)))[:16])
@@ -220,9 +234,11 @@ def _swept(
     scores: dict[str, list[float]] = {arm: [] for arm in arms}
     rows, stopped = [], dict[str, str]()
     for seed in range(seeds):
-        for arm, settings in arms.items():
-            if arm in stopped:
-                continue
+        racing = {arm: settings for arm, settings in arms.items() if arm not in stopped}
+        if at_once > 1:
+            missing = {key: racing[arm] for arm in racing if not ledger.ended(key := keys[arm, seed])}
+            _side_by_side(ledger, missing, train, save_every, at_once)
+        for arm, settings in racing.items():
             key = keys[arm, seed]
             ended = ledger.ended(key) or _made(ledger, key, train, settings, save_every)
             scores[arm].append(ended.score)
@@ -253,6 +269,76 @@ def _made(ledger: Ledger, key: TrialKey, train: Train, settings: Mapping[str, An
     ledger.end(key, ended)
     print(f"{score:.4g} in {seconds_text(ended.seconds)}")
     return ended
+
+
+def _side_by_side(
+    ledger: Ledger, trials: Mapping[TrialKey, Mapping[str, Any]], train: Train, save_every: int | None, at_once: int
+) -> None:
+    """Make trials in processes, so many at a time. Raises `StageError` where one failed; the others are stopped."""
+    waiting, slots, running = deque(trials), [*range(at_once)], dict[TrialKey, tuple[int, subprocess.Popen[bytes]]]()
+    folder = ledger.path.with_suffix("")
+    files.private_folder(folder)
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _in_process; _in_process()"
+    try:
+        while waiting or running:
+            while waiting and slots:
+                key, slot = waiting.popleft(), slots.pop(0)
+                sent = by_value((ledger.path, key, train, dict(trials[key]), save_every))
+                with _log(folder, key).open("wb") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=log, stderr=log,
+                        start_new_session=True, env={**os.environ, **_share(slot, at_once)},
+                    )  # fmt: skip
+                running[key] = slot, process
+                assert process.stdin is not None
+                with process.stdin as pipe:
+                    pipe.write(sent)
+            time.sleep(0.1)
+            for key, (slot, process) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[key]
+                slots.append(slot)
+                if (ended := ledger.ended(key)) is None:
+                    path = _log(folder, key)
+                    last = path.read_text(errors="replace").strip().rpartition("\n")[2]
+                    rule = f"its process ended without a score: {shown(last or process.returncode, 400)}"
+                    raise StageError(f"trial {key.arm}, seed {key.seed}", rule, f"see {path}")
+                print(f"{key.arm}, seed {key.seed}: {ended.score:.4g} in {seconds_text(ended.seconds)}")
+    finally:
+        for _, process in running.values():
+            process.send_signal(signal.SIGINT)  # it closes its workbenches
+        for _, process in running.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _log(folder: Path, key: TrialKey) -> Path:
+    name = re.sub(r"[^\w.-]", "_", key.arm)
+    return folder / f"{name}-{key.seed}.log"
+
+
+def _share(slot: int, of: int) -> dict[str, str]:
+    """The environment of a process that has a share of this machine's devices."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [gpu for gpu in named.split(",") if gpu] if named is not None else [str(n) for n in range(len(read_gpus()))]
+    threads = {} if gpus else {"OMP_NUM_THREADS": str(computing_threads(of))}
+    return (
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot::of] or gpus[slot % len(gpus) :][:1]), **threads}
+        if gpus
+        else threads
+    )
+
+
+def _in_process() -> None:
+    """Make the trial that standard input names. It is interrupted where the process that asked for it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+    path, key, train, settings, save_every = pickle.loads(sys.stdin.buffer.read())
+    _made(Ledger(path), key, train, settings, save_every)
 
 
 @contextmanager
