@@ -117,6 +117,11 @@ def leaves() -> None:
     raise SystemExit(3)
 
 
+async def gives_up() -> None:
+    """Give up."""
+    raise asyncio.CancelledError
+
+
 def computes() -> None:
     """Compute for ever."""
     while True:
@@ -153,6 +158,7 @@ def numbers() -> float:
     [
         (raises, "raises raised ZeroDivisionError: by nought"),
         (leaves, "leaves raised RuntimeError: SystemExit: 3"),
+        (gives_up, "gives_up raised RuntimeError: CancelledError"),
         (computes, "computes took more than 0.3 s"),
         (sleeps, "sleeps took more than 0.3 s"),
         (waits, "waits took more than 0.3 s"),
@@ -177,6 +183,16 @@ def test_a_tool_that_fails_is_a_message_or_fails_its_row(tool: Callable[..., Any
         while threading.active_count() > before and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert threading.active_count() <= before
+
+
+def test_a_function_that_gives_a_coroutine_is_awaited() -> None:
+    """As decorators make them of async functions."""
+
+    def later() -> Any:
+        """Answer later."""
+        return asyncio.sleep(0, "done")
+
+    assert answers(wb.Tools([later]), call("later")) == ["done"]
 
 
 def test_slow_tools_of_a_turn_run_at_the_same_time() -> None:

@@ -58,7 +58,10 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.get_loop().run_forever()
+            while True:
+                # SystemExit of a task is its result, and comes from here too: the tasks of others go on
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    return runner.get_loop().run_forever()
 
     thread = threading.Thread(target=serve, daemon=True, name="event loop of user calls")
     thread.start()
