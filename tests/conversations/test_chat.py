@@ -171,6 +171,27 @@ def test_a_fork_is_the_value_of_where_it_begins(lab: wb.Workbench, chat: Chat) -
     assert "advantage" in chat._repr_html_()
 
 
+def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> None:
+    def sevens(response: str, environment_rewards: list[float], **row: Any) -> float:
+        return response.count("7") + 0.5 * sum(environment_rewards)
+
+    models = {"actor": TINY, "reward": sevens}
+    with tiny_lab("scored", tmp_path, backend="inline", models=models, training={"minibatches": 1}) as lab:
+        chat = lab.conversation("1+1=", sampling=sampling(), seed=3)
+        own = [chat.step().reward for _ in range(2)]
+        assert own == [float("7" in turn.text) for turn in chat.path]  # the environment's: it goes on
+        chat.finish()
+        fork = chat.fork(6, at=1)
+        for leaf, value in zip([chat.path[-1], *fork.leaves], [None, *fork.returns], strict=True):
+            batch = chat.batch(leaf, before_edits=True)
+            rewards = batch.fetch(["turn_rewards"])["turn_rewards"].values.tolist()
+            expected = sevens(batch.df()["response_text"][0], [float("7" in t.text) for t in chat.tree.path(leaf.number)])
+            assert sum(rewards) == expected
+            assert value is None or value == expected - own[0]
+        assert len(set(fork.returns)) > 1
+        chat.train(*fork.leaves)
+
+
 def test_one_can_go_on_from_a_continuation_and_train_on_all_of_them(lab: wb.Workbench, chat: Chat) -> None:
     chat.step()
     fork = chat.fork(4)
