@@ -112,6 +112,15 @@ def test_a_call_that_lets_no_other_go_on_is_ended_and_alone_fails(
     assert_goes_on(calls)
 
 
+def test_calls_wait_for_those_under_way_where_there_is_no_memory_for_threads(calls: UserCalls) -> None:
+    @wb.limits(memory_bytes=2**28)
+    def waits(prompt: str, response: str) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    assert failed_rows(calls, waits, n=200, concurrency=200) == {}
+
+
 def test_a_task_that_exits_ends_its_own_call_alone(calls: UserCalls) -> None:
     async def exits(prompt: str) -> float:
         await asyncio.sleep(0.2)
