@@ -32,7 +32,7 @@ from workbench.engines.generation import Decoding, Response
 
 SIZES = (250, 500, 1000, 2000)
 TURNS, TOKENS, WAIT_S = 4, 16, 0.5
-LINEAR = 1.4  # largest exponent that passes for linear: small sizes fit into memory that was free, and machines are busy
+LINEAR = 1.4  # largest exponent that passes for linear: small sizes find free memory, and machines are busy
 
 
 class Waits:

@@ -185,7 +185,8 @@ def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> No
         for leaf, value in zip([chat.path[-1], *fork.leaves], [None, *fork.returns], strict=True):
             batch = chat.batch(leaf, before_edits=True)
             rewards = batch.fetch(["turn_rewards"])["turn_rewards"].values.tolist()
-            expected = sevens(batch.df()["response_text"][0], [float("7" in t.text) for t in chat.tree.path(leaf.number)])
+            given = [float("7" in turn.text) for turn in chat.tree.path(leaf.number)]
+            expected = sevens(batch.df()["response_text"][0], given)
             assert sum(rewards) == expected
             assert value is None or value == expected - own[0]
         assert len(set(fork.returns)) > 1

@@ -257,7 +257,8 @@ def test_wrong_tools_are_refused() -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     generation = wb.Generation(engine="transformers", max_model_tokens=1024)
     with wb.open(
-        "tools", models={"actor": TINY}, prompts="arithmetic", training=wb.Training(engine="torch"),
+        "tools", models={"actor": TINY, "reward": wb.verifiers.arithmetic}, prompts="arithmetic",
+        training=wb.Training(engine="torch"),
         generation=generation, backend="inline", runs=tmp_path_factory.mktemp("runs"),
     ) as lab:  # fmt: skip
         yield lab
@@ -279,6 +280,25 @@ def test_a_model_calls_its_tools(lab: wb.Workbench) -> None:
                 made += 1
     assert made > 4
     lab.actor.compute_log_prob(batch)
+
+
+def test_what_a_tool_says_is_no_answer_of_the_policy(lab: wb.Workbench) -> None:
+    tools, sampling = wb.Tools([total], tool_format=SUMS, system="{tools}"), {**SAMPLING, "max_turns": 2}
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, seed=1, environment=tools, **sampling)
+    seen: list[str] = []
+
+    @wb.limits(own_process=False)
+    def answered(prompt: str, response: str, last_turn: str) -> float:
+        seen.append(last_turn)
+        return wb.verifiers.arithmetic("", response, last_turn=last_turn, answer="7")
+
+    lab.reward.compute_reward(batch, function=answered)
+    turns = batch.turns()
+    last = turns.groupby("conversation").last()["text"].tolist()
+    assert seen == last and (turns.groupby("conversation").size() == 2).any()
+    assert wb.verifiers.arithmetic("", "7 is it", last_turn="Done.", answer="7") == 0
+    lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=4), function=answered)
+    assert len(seen) == len(last) + 1
 
 
 def test_tools_are_shown_by_the_template_or_as_hermes_models_are_shown_them(lab: wb.Workbench) -> None:
