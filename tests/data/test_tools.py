@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -99,6 +101,34 @@ def test_a_wrong_call_is_told_to_the_model(wrong: dict[str, Any], told: str, on_
     first, second = answers(wb.Tools([add], on_error=on_error), wrong, call("add", a=1))
     assert first.startswith("Error: ") and re.search(told, first)
     assert second == '{"sum": 2.0}'
+
+
+class Way(enum.Enum):
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass
+class Leg:
+    to: str
+
+
+def test_classes_among_the_arguments_are_shown_with_what_they_hold() -> None:
+    def travel(way: Way, legs: list[Leg]) -> str:
+        """Travel.
+
+        Args:
+            way: Which way.
+            legs: Where to.
+        """
+        return f"{way.name} {[leg.to for leg in legs]}"
+
+    tools = wb.Tools([travel])
+    parameters: Any = tools.tools[0]["function"]["parameters"]
+    assert parameters["properties"]["way"]["enum"] == ["up", "down"]
+    assert parameters["properties"]["legs"]["items"]["$ref"] == "#/$defs/Leg"
+    assert parameters["$defs"]["Leg"]["properties"]["to"]["type"] == "string"
+    assert answers(tools, call("travel", way="up", legs=[{"to": "Rome"}])) == ["UP ['Rome']"]
 
 
 def test_what_is_no_call_is_told_to_the_model() -> None:
