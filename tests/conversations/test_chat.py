@@ -191,6 +191,11 @@ def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> No
             assert value is None or value == expected - own[0]
         assert len(set(fork.returns)) > 1
         chat.train(*fork.leaves)
+    models = {"actor": TINY, "reward": wb.verifiers.arithmetic}  # which takes an answer, and the row has none
+    with tiny_lab("unscored", tmp_path, backend="inline", models=models) as lab:
+        with pytest.warns(RuntimeWarning, match=r"takes 'answer'.* The environment's rewards stand alone"):
+            chat = lab.conversation("1+1=", sampling=sampling(), seed=3).finish()
+        assert chat.path[-1].reward == float("7" in chat.path[-1].text)
 
 
 def test_one_can_go_on_from_a_continuation_and_train_on_all_of_them(lab: wb.Workbench, chat: Chat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -202,8 +203,12 @@ class Chat:
             return [path[-1] for path in paths]
         ranks = self._continuations.ranks("reward")
         with self._lab.runner.isolated(STAGE):
-            batch = self._lab.reward.compute_reward(self._put(paths, before_edits=True, trains=False).repeat(ranks))
-            given = batch.fetch(["rewards"])["rewards"]
+            batch = self._put(paths, before_edits=True, trains=False).repeat(ranks)
+            try:
+                given = self._lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"]
+            except BadInput as problem:  # it takes a column that the row lacks
+                warnings.warn(f"{problem} The environment's rewards stand alone.", RuntimeWarning, stacklevel=2)
+                return [path[-1] for path in paths]
         totals = [float(row.sum()) for row in (given.rows() if isinstance(given, Ragged) else given)][::ranks]
         before = [sum(turn.reward for turn in path[:-1]) for path in paths]
         return [replace(p[-1], reward=total - b) for p, total, b in zip(paths, totals, before, strict=True)]
