@@ -184,7 +184,7 @@ def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> No
         fork = chat.fork(6, at=1)
         for leaf, value in zip([chat.path[-1], *fork.leaves], [None, *fork.returns], strict=True):
             batch = chat.batch(leaf, before_edits=True)
-            rewards = batch.fetch(["turn_rewards"])["turn_rewards"].values.tolist()
+            (rewards,) = rows(batch, "turn_rewards")
             given = [float("7" in turn.text) for turn in chat.tree.path(leaf.number)]
             expected = sevens(batch.df()["response_text"][0], given)
             assert sum(rewards) == expected
