@@ -171,6 +171,33 @@ def test_a_fork_is_the_value_of_where_it_begins(lab: wb.Workbench, chat: Chat) -
     assert "advantage" in chat._repr_html_()
 
 
+def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> None:
+    def sevens(response: str, environment_rewards: list[float], **row: Any) -> float:
+        return response.count("7") + 0.5 * sum(environment_rewards)
+
+    models = {"actor": TINY, "reward": sevens}
+    with tiny_lab("scored", tmp_path, backend="inline", models=models, training={"minibatches": 1}) as lab:
+        chat = lab.conversation("1+1=", sampling=sampling(), seed=3)
+        own = [chat.step().reward for _ in range(2)]
+        assert own == [float("7" in turn.text) for turn in chat.path]  # the environment's: it goes on
+        chat.finish()
+        fork = chat.fork(6, at=1)
+        for leaf, value in zip([chat.path[-1], *fork.leaves], [None, *fork.returns], strict=True):
+            batch = chat.batch(leaf, before_edits=True)
+            (rewards,) = rows(batch, "turn_rewards")
+            given = [float("7" in turn.text) for turn in chat.tree.path(leaf.number)]
+            expected = sevens(batch.df()["response_text"][0], given)
+            assert sum(rewards) == expected
+            assert value is None or value == expected - own[0]
+        assert len(set(fork.returns)) > 1
+        chat.train(*fork.leaves)
+    models = {"actor": TINY, "reward": wb.verifiers.arithmetic}  # which takes an answer, and the row has none
+    with tiny_lab("unscored", tmp_path, backend="inline", models=models) as lab:
+        with pytest.warns(RuntimeWarning, match=r"takes 'answer'.* The environment's rewards stand alone"):
+            chat = lab.conversation("1+1=", sampling=sampling(), seed=3).finish()
+        assert chat.path[-1].reward == float("7" in chat.path[-1].text)
+
+
 def test_one_can_go_on_from_a_continuation_and_train_on_all_of_them(lab: wb.Workbench, chat: Chat) -> None:
     chat.step()
     fork = chat.fork(4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -101,6 +103,34 @@ def test_a_wrong_call_is_told_to_the_model(wrong: dict[str, Any], told: str, on_
     assert second == '{"sum": 2.0}'
 
 
+class Way(enum.Enum):
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass
+class Leg:
+    to: str
+
+
+def test_classes_among_the_arguments_are_shown_with_what_they_hold() -> None:
+    def travel(way: Way, legs: list[Leg]) -> str:
+        """Travel.
+
+        Args:
+            way: Which way.
+            legs: Where to.
+        """
+        return f"{way.name} {[leg.to for leg in legs]}"
+
+    tools = wb.Tools([travel])
+    parameters: Any = tools.tools[0]["function"]["parameters"]
+    assert parameters["properties"]["way"]["enum"] == ["up", "down"]
+    assert parameters["properties"]["legs"]["items"]["$ref"] == "#/$defs/Leg"
+    assert parameters["$defs"]["Leg"]["properties"]["to"]["type"] == "string"
+    assert answers(tools, call("travel", way="up", legs=[{"to": "Rome"}])) == ["UP ['Rome']"]
+
+
 def test_what_is_no_call_is_told_to_the_model() -> None:
     invalid = [{"text": "{", "error": "not JSON"}]
     assert answers(wb.Tools([add]), call("add", a=1), invalid_tool_calls=invalid) == ['{"sum": 2.0}', "Error: not JSON"]
@@ -115,6 +145,11 @@ def raises() -> None:
 def leaves() -> None:
     """Leave."""
     raise SystemExit(3)
+
+
+async def gives_up() -> None:
+    """Give up."""
+    raise asyncio.CancelledError
 
 
 def computes() -> None:
@@ -153,6 +188,7 @@ def numbers() -> float:
     [
         (raises, "raises raised ZeroDivisionError: by nought"),
         (leaves, "leaves raised RuntimeError: SystemExit: 3"),
+        (gives_up, "gives_up raised RuntimeError: CancelledError"),
         (computes, "computes took more than 0.3 s"),
         (sleeps, "sleeps took more than 0.3 s"),
         (waits, "waits took more than 0.3 s"),
@@ -177,6 +213,16 @@ def test_a_tool_that_fails_is_a_message_or_fails_its_row(tool: Callable[..., Any
         while threading.active_count() > before and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert threading.active_count() <= before
+
+
+def test_a_function_that_gives_a_coroutine_is_awaited() -> None:
+    """As decorators make them of async functions."""
+
+    def later() -> Any:
+        """Answer later."""
+        return asyncio.sleep(0, "done")
+
+    assert answers(wb.Tools([later]), call("later")) == ["done"]
 
 
 def test_slow_tools_of_a_turn_run_at_the_same_time() -> None:
@@ -241,7 +287,8 @@ def test_wrong_tools_are_refused() -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     generation = wb.Generation(engine="transformers", max_model_tokens=1024)
     with wb.open(
-        "tools", models={"actor": TINY}, prompts="arithmetic", training=wb.Training(engine="torch"),
+        "tools", models={"actor": TINY, "reward": wb.verifiers.arithmetic}, prompts="arithmetic",
+        training=wb.Training(engine="torch"),
         generation=generation, backend="inline", runs=tmp_path_factory.mktemp("runs"),
     ) as lab:  # fmt: skip
         yield lab
@@ -263,6 +310,25 @@ def test_a_model_calls_its_tools(lab: wb.Workbench) -> None:
                 made += 1
     assert made > 4
     lab.actor.compute_log_prob(batch)
+
+
+def test_what_a_tool_says_is_no_answer_of_the_policy(lab: wb.Workbench) -> None:
+    tools, sampling = wb.Tools([total], tool_format=SUMS, system="{tools}"), {**SAMPLING, "max_turns": 2}
+    batch = lab.actor.generate_sequences(lab.prompts.next(4), samples=2, seed=1, environment=tools, **sampling)
+    seen: list[str] = []
+
+    @wb.limits(own_process=False)
+    def answered(prompt: str, response: str, last_turn: str) -> float:
+        seen.append(last_turn)
+        return wb.verifiers.arithmetic("", response, last_turn=last_turn, answer="7")
+
+    lab.reward.compute_reward(batch, function=answered)
+    turns = batch.turns()
+    last = turns.groupby("conversation").last()["text"].tolist()
+    assert seen == last and (turns.groupby("conversation").size() == 2).any()
+    assert wb.verifiers.arithmetic("", "7 is it", last_turn="Done.", answer="7") == 0
+    lab.reward.compute_reward(lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=4), function=answered)
+    assert len(seen) == len(last) + 1
 
 
 def test_tools_are_shown_by_the_template_or_as_hermes_models_are_shown_them(lab: wb.Workbench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import importlib
@@ -109,6 +110,28 @@ def test_a_call_that_lets_no_other_go_on_is_ended_and_alone_fails(
     assert time.monotonic() - begun_s < 30
     assert gone(process.pid) and threading.active_count() == threads
     assert_goes_on(calls)
+
+
+def test_calls_wait_for_those_under_way_where_there_is_no_memory_for_threads(calls: UserCalls) -> None:
+    @wb.limits(memory_bytes=2**28)
+    def waits(prompt: str, response: str) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    assert failed_rows(calls, waits, n=200, concurrency=200) == {}
+
+
+def test_a_task_that_exits_ends_its_own_call_alone(calls: UserCalls) -> None:
+    async def exits(prompt: str) -> float:
+        await asyncio.sleep(0.2)
+        if prompt == "p1":
+            sys.exit(3)
+        return 1.0
+
+    async def scores(prompt: str, response: str) -> float:
+        return await asyncio.create_task(exits(prompt))
+
+    assert failed_rows(calls, scores, n=6, concurrency=6) == {1: "raised SystemExit: 3"}
 
 
 def test_calls_that_only_wait_too_long_fail_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,13 +197,30 @@ class Chat:
             number=len(self.tree.turns), parent=parent, token_ids=list(ids), log_probs=list(log_probs), ending=ending,
             written_by=by, weights_version=version, **told,
         )  # fmt: skip
-        return self._added(turn)
+        return self._added(self._scored([[*path, turn]])[0] if self._ended([*path, turn]) else turn)
 
     def _added(self, turn: Turn) -> Turn:
         added = self.tree.add(turn)
         self.here = added.number
         self.changes += 1
         return added
+
+    def _scored(self, paths: Sequence[Sequence[Turn]]) -> list[Turn]:
+        """The last turns of branches that have ended, with the rewards that bring the sum of each branch to what the
+        workbench's reward function gives; without one the environment's."""
+        if "reward" not in self._lab.groups:
+            return [path[-1] for path in paths]
+        ranks = self._continuations.ranks("reward")
+        with self._lab.runner.isolated(STAGE):
+            batch = self._put(paths, before_edits=True, trains=False).repeat(ranks)
+            try:
+                given = self._lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"]
+            except BadInput as problem:  # it takes a column that the row lacks
+                warnings.warn(f"{problem} The environment's rewards stand alone.", RuntimeWarning, stacklevel=2)
+                return [path[-1] for path in paths]
+        totals = [float(row.sum()) for row in (given.rows() if isinstance(given, Ragged) else given)][::ranks]
+        before = [sum(turn.reward for turn in path[:-1]) for path in paths]
+        return [replace(p[-1], reward=total - b) for p, total, b in zip(paths, totals, before, strict=True)]
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -245,15 +263,15 @@ class Chat:
     def _forked(self, before: Sequence[Turn], table: Table, critic: float | None, version: int) -> Fork:
         parent = before[-1].number if before else None
         columns = {name: lists(table, name) for name in ("response_ids", "response_mask", "turn_rewards")}
-        leaves, returns, kept = [], [], []
-        for i, rewards in enumerate(columns["turn_rewards"]):
-            if not int(table["valid"][i]):  # type: ignore[index]
-                continue
-            leaves.append(add_branch(self.tree, parent, table, i, version))
-            returns.append(sum(self._credit.gamma**k * reward for k, reward in enumerate(rewards)))
-            kept.append(i)
-        if not leaves:
+        kept = [i for i in range(len(columns["turn_rewards"])) if int(table["valid"][i])]  # type: ignore[index]
+        if not kept:
             raise RolloutError("the environment failed in every continuation", str(table["failure"][0])[:300])  # type: ignore[index]
+        paths = [self.tree.path(add_branch(self.tree, parent, table, i, version).number) for i in kept]
+        leaves, returns = self._scored(paths), list[float]()
+        for path, leaf in zip(paths, leaves, strict=True):
+            self.tree.turns[leaf.number] = leaf
+            rewards = [turn.reward for turn in [*path[len(before) : -1], leaf]]
+            returns.append(sum(self._credit.gamma**k * reward for k, reward in enumerate(rewards)))
         self._credit.add(parent, version, returns)
         self.changes += 1
         endings = [str(table["ending"][i]) for i in kept]  # type: ignore[index]
@@ -342,7 +360,7 @@ class Chat:
     def train(
         self, *turns: Any, estimator: str | Callable[..., Any] | None = None, before_edits: bool = False, **update: Any
     ) -> MetricValues:
-        """Take an optimizer step of the actor on branches, see `batch`, by the environment's rewards. Returns the
+        """Take an optimizer step of the actor on branches, see `batch`, by the rewards of their turns. Returns the
         update's metrics.
 
         With a critic, and "gae_turn" or "gae", its value behind the last turn stands for what would come after a branch

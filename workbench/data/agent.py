@@ -105,21 +105,21 @@ class Agents:
         """Give a call up, whatever it returns."""
         self._call_failed(call, what, rule, remedy)
 
-    def ended(self, wait_s: float) -> list[tuple[int, Outcome]]:
-        """The calls that have ended, by their numbers; waits until one has, or the time is over."""
+    def ended(self) -> list[tuple[int, Outcome]]:
+        """The calls that have ended, by their numbers."""
         if self._open:
-            self._poll(0.0 if self._ready else wait_s)
+            self._poll()
         ended, self._ready = self._ready, []
         return ended
 
-    def _poll(self, wait_s: float) -> None:
+    def _poll(self) -> None:
         def done(call: int, value: Any) -> None:
             if call in self._open:
                 del self._open[call]
                 reward, components = value
                 self._ready.append((call, Outcome(reward=reward, components=components)))
 
-        self._session.poll(wait_s, self._sampling.call_timeout_s, done, self._call_failed)
+        self._session.poll(0.0, self._sampling.call_timeout_s, done, self._call_failed)
         if self._session.alive:
             return
         # where it is not known which call ended the process, the next time it is

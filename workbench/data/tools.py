@@ -266,9 +266,9 @@ class ToolConversation:
         try:
             if tool.prepare is not None:
                 await tool.prepare()
-            if inspect.iscoroutinefunction(tool.function):
-                return await _within(seconds, asyncio.ensure_future(tool.function(**arguments)))
-            return await _in_thread(functools.partial(tool.function, **arguments), seconds)
+            call = functools.partial(tool.function, **arguments)
+            result = call() if inspect.iscoroutinefunction(call) else await _in_thread(call, seconds)
+            return await _within(seconds, asyncio.ensure_future(result)) if inspect.isawaitable(result) else result
         except _Late:
             raise ToolFailed(f"{tool.name} took more than {seconds:g} s") from None
         except Exception as error:
@@ -294,7 +294,10 @@ async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
             raise _Late
-        return future.result()
+        value, error = _outcome(future.result)
+        if error is not None:
+            raise error
+        return value
     finally:
         future.cancel()
 
@@ -345,5 +348,5 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, RuntimeError(f"StopIteration: {problem}")
     except Exception as problem:
         return None, problem
-    except BaseException as problem:  # SystemExit is for a process, not for a tool
+    except BaseException as problem:  # SystemExit is for a process, CancelledError for a task; neither for a tool
         return None, RuntimeError(f"{type(problem).__name__}: {problem}")

@@ -21,6 +21,7 @@ MOST = 3.4e38  # of float32
 # What reward functions and `step` of an environment get where they have a parameter of that name: a response (a turn)
 # with its special tokens, as text and as token ids.
 RAW_RESPONSE = ("raw_response", "response_ids")
+LAST_TURN = "last_turn"  # what reward functions get under that name: the text of a conversation's last turn
 MESSAGE = "message"  # what `step` gets under that name: the turn as a message, see `workbench.models.turn_messages`
 
 

@@ -20,6 +20,8 @@ That is for `arithmetic` and `gsm8k`. `math` reads formulas with math-verify
 `format` looks at the form alone, `instructions` at what IFEval asks of a response. `group_diversity` and `group_length`
 compare the responses to a prompt: a call has all of them.
 
+Of a conversation `arithmetic`, `gsm8k` and `math` read the last turn.
+
 Rewards of a response against the other responses to its prompt: `wb.verifiers.group_diversity`, `group_length`.
 
 Each is called once with all responses of a prompt and returns a list with a score a response. Both take a verifier of
@@ -156,16 +158,21 @@ _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 THINK_THEN_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
-def arithmetic(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
+def _answered(response: str, last_turn: str | None) -> str:
+    """Where the answer stands. Of a conversation that is the last turn: what a tool said before is none."""
+    return checked("response", response if last_turn is None else last_turn, str)
+
+
+def arithmetic(prompt: str, response: str, answer: str | int | float, last_turn: str | None = None, **_: Any) -> float:
     """1.0 if the last number of the response, or of its last box, equals `answer`, else 0.0; a response (a box) without
     a number earns 0.0.
 
     Equality is of values: "42.0" earns what "42" does. Raises `BadInput` if `answer` is not exactly one number.
     """
-    return float(_last(checked("response", response, str)) == _only(_text(answer), shown(answer)))
+    return float(_last(_answered(response, last_turn)) == _only(_text(answer), shown(answer)))
 
 
-def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
+def gsm8k(prompt: str, response: str, answer: str, last_turn: str | None = None, **_: Any) -> float:
     """1.0 if the last number of the response, or of its last box, equals the number behind the last `####` of `answer`,
     else 0.0.
 
@@ -179,7 +186,7 @@ def gsm8k(prompt: str, response: str, answer: str, **_: Any) -> float:
             "a GSM8K answer carries its final number behind ####",
             "for a column of plain numbers use the reward function `arithmetic`",
         )
-    return float(_last(checked("response", response, str)) == _only(final, repr(final)))
+    return float(_last(_answered(response, last_turn)) == _only(final, repr(final)))
 
 
 def _check_math_verify() -> None:
@@ -192,7 +199,7 @@ def _check_math_verify() -> None:
 
 
 @needs(_check_math_verify)
-def math(prompt: str, response: str, answer: str | int | float, **_: Any) -> float:
+def math(prompt: str, response: str, answer: str | int | float, last_turn: str | None = None, **_: Any) -> float:
     """1.0 if the answer of the response equals `answer` as a formula, else 0.0; a response without one earns 0.0.
 
     Read and compared by math-verify with its defaults: fractions, decimals (equal to six places), percent (50% equals
@@ -206,7 +213,7 @@ def math(prompt: str, response: str, answer: str | int | float, **_: Any) -> flo
     _check_math_verify()
     from math_verify import verify
 
-    given, right = _formulas(_last_box(checked("response", response, str))[-MOST_CHARACTERS:]), _right(answer)
+    given, right = _formulas(_last_box(_answered(response, last_turn))[-MOST_CHARACTERS:]), _right(answer)
     if not right:
         raise BadInput(
             f"the answer {short(shown(answer), 60)} is no formula",

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
@@ -232,10 +232,19 @@ def schema_of(tool: Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
                 "write it so, or give a function",
             )
         return dict(tool)
+    from pydantic import TypeAdapter
     from transformers.utils import chat_template_utils
 
     try:
         schema = chat_template_utils.get_json_schema(tool)
+        parameters = schema["function"]["parameters"]
+        for name, given in parameters["properties"].items():
+            shown_as = {key: value for key, value in given.items() if key != "description"}
+            if '{"type": "object"}' in json.dumps(shown_as):  # a class, of which pydantic knows more
+                whole = TypeAdapter(get_type_hints(tool, include_extras=True)[name]).json_schema()
+                if classes := whole.pop("$defs", None):
+                    parameters.setdefault("$defs", {}).update(classes)
+                given |= {**whole, "description": given["description"]}
     except Exception as error:  # of many kinds, those of names in annotations among them
         raise BadInput(
             f"a tool {getattr(tool, '__name__', tool)!r:.60}",

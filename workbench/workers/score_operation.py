@@ -12,7 +12,7 @@ from workbench.batches.schema import SCHEMA, STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
 from workbench.data.reward_function import RewardFunction, Weight, check_function, check_parameters
-from workbench.data.user_functions import RAW_RESPONSE, asks_for
+from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, asks_for
 from workbench.errors import BadInput
 from workbench.messages.operation import ALL_TEXT, register
 from workbench.messages.protocols import THREE_D_PROTO
@@ -21,6 +21,7 @@ from workbench.support.calls.pickling import name_of
 from workbench.support.validation import Rule
 from workbench.workers.score_columns import STEP_ENDS
 from workbench.workers.scoring import (
+    TURN_BOUNDS,
     check_same_components,
     check_weights,
     component_columns,
@@ -67,6 +68,7 @@ def _check_row(column: str, arguments: Mapping[str, Any], model: Model, columns:
         "prompt",
         "response",
         *RAW_RESPONSE,
+        LAST_TURN,
         *(["steps"] if isinstance(arguments.get("steps"), str) else []),
         *([JUDGEMENT] if model.judge is not None else []),
         *(name for name in columns if name not in _NUMBERS and "/" not in name),
@@ -102,7 +104,7 @@ def scoring_stage(column: str) -> Callable[[F], F]:
     def optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         # ends of steps that an earlier call wrote, which do not hold for the new rewards
         stale = column == "rewards" and arguments["function"] is not None and not arguments["steps"]
-        given = (*OF_ROW, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
+        given = (*OF_ROW, *TURN_BOUNDS, "response_mask", "prompt_uid", *(_status(arguments) or ("valid",)))
         return (*given, STEP_ENDS) if stale else given
 
     return register(

@@ -16,7 +16,7 @@ from workbench.batches.schema import STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
 from workbench.data.reward_function import ALIKE, NOT_ASKED, Asking, RewardFunction, score_groups, score_rows
-from workbench.data.user_functions import RAW_RESPONSE, Noted, Score, Steps, asks_for
+from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, Noted, Score, Steps, asks_for
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Output
@@ -32,6 +32,7 @@ from workbench.workers.score_columns import STEP_ENDS, reported, step_ends, step
 from workbench.workers.worker import Context
 
 GENERATED = "generate_sequences"
+TURN_BOUNDS = ("turn_starts", "turn_ends")
 Components = Mapping[str, tuple[RewardFunction, float]]
 OfRow = tuple[str, int, Score | RewardError]  # component, number of the row, what its function gave
 
@@ -259,11 +260,13 @@ class Scoring:
         responses = batch.ragged("response_ids").rows()
         given = "environment_rewards" in batch.columns
         rewards = batch.ragged("environment_rewards").rows() if given else None
+        bounds = [batch.ragged(name).rows() for name in TURN_BOUNDS if name in batch.columns]
         texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
         rows: list[dict[str, Any]] = []
         functions = [function for function, _ in self.components.values()]
         reads = (lambda name: False) if self.judge is None else self.judge.reads
-        asked = [name for name in RAW_RESPONSE if reads(name) or any(asks_for(one, name) for one in functions)]
+        by_name = (*RAW_RESPONSE, LAST_TURN)
+        asked = [name for name in by_name if reads(name) or any(asks_for(one, name) for one in functions)]
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in texts.items()}
             if rewards is not None:
@@ -273,6 +276,10 @@ class Scoring:
                 row.setdefault("raw_response", self.tokenizer.decode(response.tolist()))
             if "response_ids" in asked:
                 row["response_ids"] = response.tolist()
+            if LAST_TURN in asked:
+                turns = [*zip(*(bound[i].tolist() for bound in bounds), strict=True)]
+                said = response[slice(*turns[-1])] if turns else response
+                row[LAST_TURN] = self.tokenizer.decode(said.tolist(), skip_special_tokens=True)
             rows.append(row)
         tokens = [len(response) for response in responses]
         if not isinstance(self.steps, str):

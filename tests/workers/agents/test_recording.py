@@ -236,9 +236,10 @@ def test_calls_of_tools_are_read_from_the_turn_and_come_back_as_they_were_sample
     assert (said.text, call["function"]) == ("so", {"name": "add", "arguments": '{"a": 1}'})
     back = {"role": "assistant", "content": said.text, "tool_calls": said.tool_calls}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
-    second = chat(mine, user("1+1="), back, result, tools=[ADD])
+    second = chat(mine, user("1+1="), back, result, tools=[ADD], parallel_tool_calls=True)
     assert second.prompt_ids[: len(first.prompt_ids) + len(ids)] == first.prompt_ids + ids
     assert second.segment is first.segment
+    assert call["id"] not in [one["id"] for one in answer(mine, second, ids, "eos").tool_calls]
     other = chat(mine, user("1+1="), back, result)  # it is shown other tools: another context
     assert other.segment is not first.segment
 

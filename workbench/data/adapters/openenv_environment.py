@@ -43,10 +43,11 @@ class OpenEnv:
         """Raise where OpenEnv is missing, see `workbench.support.calls.needs`."""
         try:
             from openenv.core import generic_client as _  # noqa: F401 (tried)
-        except ImportError:
+        except ImportError as error:
             raise MissingDependency(
-                "the package openenv is not installed", "it talks to OpenEnv's servers", "pip install openenv"
-            ) from None
+                f"openenv cannot be imported: {error}", "it talks to OpenEnv's servers",
+                "pip install openenv, where mcp 1 is installed",
+            ) from None  # fmt: skip
 
     def __call__(self) -> OpenEnvConversation:
         return OpenEnvConversation(self)

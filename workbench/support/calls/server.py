@@ -58,7 +58,10 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.get_loop().run_forever()
+            while True:
+                # SystemExit of a task is its result, and comes from here too: the tasks of others go on
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    return runner.get_loop().run_forever()
 
     thread = threading.Thread(target=serve, daemon=True, name="event loop of user calls")
     thread.start()
@@ -166,7 +169,12 @@ class Calls:
             try:
                 threading.Thread(target=self._serve, args=(work,), daemon=True, name="user call").start()
             except RuntimeError as error:  # there is no memory for another thread
-                self._end(work, error=error)
+                with self._lock:
+                    if others := len(self._open) > 1:  # who is under way takes it afterwards
+                        del self._open[work[0]]
+                        self._work.appendleft(work)
+                if not others:
+                    self._end(work, error=error)
 
     def _take(self) -> Work | None:
         """The next call, where one may begin."""
@@ -175,7 +183,6 @@ class Calls:
                 return None
             work = self._work.popleft()
             self._open[work[0]] = work
-            self._tell("begun", work[0])
             return work
 
     def _serve_in_main(self) -> None:
@@ -193,7 +200,8 @@ class Calls:
             work = self._take()
 
     def _call(self, work: Work) -> None:
-        _, invoke, _, arguments = work
+        i, invoke, _, arguments = work
+        self._tell("begun", i)
         _wants_alarm.set([])
         try:
             try:

@@ -276,7 +276,9 @@ class Recording:
         text, calls = self._seen(response, asked.stop), list[dict[str, Any]]()
         if request.tools:
             message = TurnReader(self._tokenizer, None, request.tools).message(response.ids)
-            calls = message.get("tool_calls", [])
+            # harnesses tell calls by their ids, also those of earlier turns
+            before = sum(len(one.get("tool_calls", ())) for one in request.messages)
+            calls = [{**one, "id": f"call{before + n:05d}"} for n, one in enumerate(message.get("tool_calls", ()))]
             text = message["content"] if calls else text
         if request.kind == "chat":
             answered = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}

@@ -27,6 +27,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "logprobs": (False,),
     "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
 }
 REMEDIES = {
     "n": "ask n times",

@@ -143,7 +143,7 @@ class Serving:
         now_s = time.monotonic()
         self._agents.excuse([w.call for w, _ in self._waiting.values() if not w.gone], now_s - self._looked_s)
         self._looked_s = now_s
-        for call, outcome in self._agents.ended(0.0):
+        for call, outcome in self._agents.ended():
             self._server.forget(call)
             i = self._rows.pop(call)
             if outcome.again:

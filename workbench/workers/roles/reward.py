@@ -207,7 +207,8 @@ class RewardWorker(ModelWorker):
         function: `fn(prompt, response, **row)` -> number, given from a cell and run here, one sample a call; None: the
         role's own function or model. A model's score is read at the last response token. The row's text columns are
         passed by name, those that the function takes. `response` is without special tokens; a parameter `raw_response`
-        gets the text with them, `response_ids` the token ids. After rollouts in an environment `environment_rewards`, a
+        gets the text with them, `response_ids` the token ids, `last_turn` the text of a conversation's last turn:
+        `response` has what the environment said, too. After rollouts in an environment `environment_rewards`, a
         list of one number a response token: to return it is to take the environment's rewards as they are, token by
         token; to return its sum is to score the whole response with it.
         Several functions by name, `{"right": right, "format": (tidy, 0.2)}`, each alone (weight 1) or with its weight,
