@@ -54,6 +54,7 @@ CLAIMS = {
         " and frame.curves('reward').df['mean'].notna().all()"
     ),
     "Compare two settings on the same rollouts": "[*comparison.df.columns] == ['usual', 'careful']",
+    "Generate while training": "len(waiting) and len(lab.buffer) == 0 and lab.buffer.waiting == []",
     "Find the longest response": "longest['tokens'] == max(map(len, batch.df()['response_ids']))",
     "Sample at temperature 0": (
         "(lambda again: greedy.df()['response_text'].tolist() == again.df()['response_text'].tolist())("
