@@ -57,6 +57,12 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         assert set(plans.best.placement.roles) == set(lab.placement.roles)
         assert plans.error is not None and plans.error > 0
         assert plans.chance is not None and 0.5 <= plans.chance <= 1
+        ahead = lab.suggest(devices=4, staleness=1).best
+        assert ahead.placement.has_rollout and ahead.workload.ahead == 1
+        again = [lab.predict(ahead.placement, staleness=k) for k in (0, 1)]
+        waiting, beside = (sum(one.plan.stage_s.values()) for one in again)
+        assert again[1].plan.iteration_s < again[0].plan.iteration_s == pytest.approx(waiting) and beside > 0
+        assert again[1].frame().set_index("call").loc["generate_sequences", "role"] == "rollout"
         assert "error" in told._repr_html_()
         grpo = wb.GRPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4))  # calls no critic
         grpo.run(1)

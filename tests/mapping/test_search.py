@@ -227,6 +227,43 @@ def test_the_optimum_with_a_layout_for_each_call(
         assert plans.best.iteration_s == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_generation_apart_has_the_split_that_trying_all_finds(ahead: int) -> None:
+    """Every number of devices for rollout workers, every layout of the others; ahead, an iteration takes as long as
+    generation or the rest."""
+    models = {"actor": small(4, 64, 4), "reference": small(2, 64, 4)}
+    hardware, count = machine(4096, 4), 6
+    work = small_work(24, "workbench", models).with_rollout(ahead)
+    found = search(models, devices=count, hardware=hardware, workload=work)
+    tried: dict[float, Placement] = {}
+    options = options_of(role_models(models, work), hardware, work, Constants(), strategy="hybridflow", t_g=None,
+                         by_call=False)  # fmt: skip
+    for actor, reference, rollout in itertools.product(range(1, count), range(count), range(1, count)):
+        pools: dict[str, Any] = {"actor": (actor, ["actor"]), "rollout": (rollout, ["rollout"])}
+        if reference:
+            pools["reference"] = (reference, ["reference"])
+        else:
+            pools["actor"] = (actor, ["actor", "reference"])
+        if actor + reference + rollout > count:
+            continue
+        for one in every_layout(options["actor"], actor, hardware):
+            for other in every_layout(options["reference"], reference or actor, hardware):
+                layouts = {"actor": (one.p, one.t, one.d), "reference": (other.p, other.t, other.d)}
+                for t_g in (1, 2, 4):
+                    if rollout % t_g == 0:
+                        placed = Placement.of(pools, layouts)
+                        plan = predict(placed, models, hardware=hardware, workload=work, t_g=t_g)
+                        tried[plan.iteration_s] = placed
+                        stages = plan.stage_s
+                        rest = stages["preparation"] + stages["training"]
+                        whole = max(stages["generation"], rest) if ahead else stages["generation"] + rest
+                        assert plan.iteration_s == pytest.approx(whole)
+                        assert simulate(plan).iteration_s <= whole * (1 + 1e-9)
+    assert found.best.iteration_s == pytest.approx(min(tried)) and found.exact
+    assert found.best.placement.pool_of("rollout").devices == tried[min(tried)].pool_of("rollout").devices
+    assert len({plan.iteration_s for plan in found}) > 1
+
+
 @pytest.mark.parametrize(("count", "partitions"), [(3, 5), (4, 15), (5, 52)])
 def test_partitions_are_those_of_the_paper(count: int, partitions: int) -> None:
     found = partitions_of(ROLES[:count])

@@ -144,9 +144,12 @@ class RoleOptions:
             if terms != Terms():
                 found.append(CallPlan(name, stage, terms, self.constants.seconds(terms)))
 
-        if option.own_t_g is not None:
+        if option.own_t_g is not None and not self.role.samples_only:
             add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
-        elif self.generates:
+        if self.role.samples_only:
+            received = self.generation_bytes(option.t_g)
+            add("sync", STAGES[0], model.moved(self.role, received, layout.size + 1, option.t_g))
+        elif self.generates and option.own_t_g is None:
             add("transition", STAGES[0], model.transition(self.role, layout, self.strategy))
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
@@ -182,7 +185,10 @@ class RoleOptions:
         return rank_memory(frozen, layout, 0).passing
 
     def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
-        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone."""
+        """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone. Of
+        rollout workers, which hold an engine and nothing else, the whole model on each."""
+        if self.role.samples_only:
+            return [Layout(1, 1, devices)]
         hardware, found = self.model.hardware, []
         deepspeed = self.by_deepspeed
         zero3, adapted = self.role.engine == "zero3", self.role.adapter is not None
@@ -225,6 +231,8 @@ class RoleOptions:
 
     def _held(self, layout: Layout, again: bool) -> tuple[int, int] | None:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
+        if self.role.samples_only:
+            return 0, 0
         role = self._alone
         if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
             training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)

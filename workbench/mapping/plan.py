@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.display.html import bytes_text, seconds_text, table
@@ -17,6 +18,7 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import STAGES, Workload
 from workbench.placement.placement import Placement
 from workbench.settings.layout import Layout
+from workbench.settings.roles import ROLLOUT
 
 SURE = 0.95  # the chance from which on no trial is asked for
 
@@ -127,7 +129,9 @@ class Plan:
         for name, one in zip(self.pools, self.sets, strict=True):
             led = "actor" in one.names or (one is self.sets[0] and "actor" not in sum((s.names for s in self.sets), ()))
             pools[name] = (one.devices, one.names + (self.functions if led else ()))
-            layouts |= {role.role: (role.layout.p, role.layout.t, role.layout.d) for role in one.roles}
+            layouts |= {
+                role.role: (role.layout.p, role.layout.t, role.layout.d) for role in one.roles if role.role != ROLLOUT
+            }
         return Placement.of(pools, layouts)
 
     @property
@@ -146,8 +150,8 @@ class Plan:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration."""
-        return sum(self.stage_s.values())
+        """Seconds of an iteration; of a workload that runs ahead, of what takes longer, generation or the rest."""
+        return seconds_of(tuple(self.stage_s.values()), self.workload)
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -231,6 +235,12 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} an iteration>"
+
+
+def seconds_of(stages: Any, workload: Workload) -> Any:
+    """Seconds of an iteration. stages: of each of `STAGES`, as numbers or arrays."""
+    generation, *others = stages
+    return np.maximum(generation, sum(others)) if workload.ahead else generation + sum(others)
 
 
 def describe(plan: Plan) -> str:

@@ -33,11 +33,11 @@ from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
-from workbench.mapping.plan import Plan, Plans, ranked
+from workbench.mapping.plan import Plan, Plans, ranked, seconds_of
 from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.workload import Workload, role_models
 from workbench.placement.role_model import RoleModel
-from workbench.settings.roles import check_role
+from workbench.settings.roles import ROLLOUT, check_role
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import one_of, whole
 
@@ -179,7 +179,8 @@ def search(
         raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
                        f"leave it out, or take an algorithm that uses it: {', '.join(workload.roles)}")  # fmt: skip
     start_s = time.perf_counter()
-    partitions = partitions_of(tuple(placed), placement)
+    alone = ((ROLLOUT,),) if ROLLOUT in placed else ()
+    partitions = [(*sets, *alone) for sets in partitions_of(tuple(r for r in placed if r != ROLLOUT), placement)]
     unit = granularity or _granularity(devices)
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
@@ -272,7 +273,7 @@ class _Search:
             last = _both(self._side_by_side(order[:-1]), self._times(order[-1]), self.units)
         if not len(last.seconds):
             return None
-        n = int(last.seconds.sum(axis=1).argmin())
+        n = int(seconds_of(last.seconds.T, self.model.workload).argmin())
         return self._plan(last.origins[n])
 
     def _side_by_side(self, sets: Sets) -> list[Front]:

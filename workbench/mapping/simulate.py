@@ -16,7 +16,7 @@ from workbench.mapping.workload import STAGES
 from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
 
-KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "transfer": "transfer"}
+KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "sync": "weight_sync", "transfer": "transfer"}
 MOST_LANES = 8  # of one set: its devices all do the same
 
 
@@ -55,7 +55,8 @@ class Simulation:
 def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
     """One iteration of a plan: each call begins when its inputs are there and its devices are free, in the order of the
     algorithm, as the workbench runs it with `overlap()`. barriers: and when all of the stages before have ended, as the
-    search counts (with `dependencies`; without them it leaves out waiting within a stage).
+    search counts (with `dependencies`; without them it leaves out waiting within a stage). Of a workload that runs
+    ahead, generation is that of a later iteration, for which nothing waits.
 
     Of a set with many devices, the first are drawn: all of them do the same.
     """
@@ -70,13 +71,14 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
     # what a role needs before a call comes right before its first call of that stage
     places.sort(key=lambda place: (_position(place[3], place[2], order), place[0]))
     inputs = {call.name: call.inputs for call in plan.workload.calls}
+    waited = STAGES[1:] if plan.workload.ahead else STAGES
     first = list(accumulate((one.devices for one in plan.sets), initial=0))  # device of each set
     moved = {(n, stage): one.transfers[stage].seconds for n, one in enumerate(plan.sets) for stage in STAGES}
     for run, (n, one, role, call) in enumerate(places, 1):
         lanes = partial(_spans, plan.pools[n], min(one.devices, MOST_LANES), first[n], role.role, call.name, run)
         begins = max([free[n], *(ends[name] for name in inputs.get(call.name, ()) if name in ends)])
-        if barriers and call.stage != STAGES[0]:
-            begins = max(begins, *(stage_end[stage] for stage in STAGES[: STAGES.index(call.stage)]))
+        if barriers and call.stage in waited[1:]:
+            begins = max(begins, *(stage_end[stage] for stage in waited[: waited.index(call.stage)]))
         if call.name in inputs and (pulled := moved.pop((n, call.stage), 0.0)):
             spans += lanes("transfer", begins, begins + pulled)
             begins += pulled
@@ -84,11 +86,12 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
         spans += lanes(KINDS.get(call.name, "compute"), begins, end)
         free[n] = end
         stage_end[call.stage] = max(stage_end[call.stage], end)
-        if call.name in inputs:
+        if call.name in inputs and call.stage in waited:
             ends[call.name] = end
     stage_s, reached = dict[str, float](), 0.0
     for stage, ended in stage_end.items():
-        stage_s[stage], reached = max(0.0, ended - reached), max(reached, ended)
+        stage_s[stage] = max(0.0, ended - reached)
+        reached = max(reached, ended) if stage in waited else 0.0
     return Simulation(plan, tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))), stage_s)
 
 

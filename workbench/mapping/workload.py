@@ -12,7 +12,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.settings.roles import TRAINED_ROLES
+from workbench.settings.roles import ROLLOUT, TRAINED_ROLES
 from workbench.settings.training import Training
 from workbench.support.validation import check_fields, one_of, whole
 
@@ -84,7 +84,8 @@ class Workload:
     activations are recomputed. engine: "cluster": of roles that the torch engine trains, memory and speed are those of
     systems on clusters (Megatron's distributed optimizer, ZeRO-1): bfloat16 weights, fp32 gradients, and optimizer
     states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
-    `training` says, and this workbench's engines do.
+    `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
+    their own, generate ahead, so that generation and training run at the same time.
     """
 
     algorithm: str = "ppo"
@@ -99,11 +100,13 @@ class Workload:
     )
     calls: tuple[Call, ...] = ()
     engine: Literal["cluster", "workbench"] = "cluster"
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
         for name in ("prompt_tokens", "rows", "updates", "epochs"):
             whole(f"Workload.{name}", getattr(self, name), 1)
+        whole("Workload.ahead", self.ahead, 0)
         if not self.lengths:
             raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
         for length in self.lengths:
@@ -168,6 +171,11 @@ class Workload:
         calls = [replace(c, inputs=tuple(i for i in c.inputs if i not in gone)) for c in self.calls]
         return replace(self, calls=tuple(call for call in calls if call.name not in gone))
 
+    def with_rollout(self, ahead: int = 0) -> Workload:
+        """With rollout workers, apart from the actor, that generate."""
+        calls = [replace(c, role=ROLLOUT) if c.kind == "generate" else c for c in self.calls]
+        return replace(self, calls=tuple(calls), ahead=ahead)
+
     def with_roles(self, roles: Iterable[str]) -> Workload:
         """With the calls of these roles only."""
         kept = set(roles)
@@ -185,8 +193,9 @@ class Workload:
         for stage in graph.stages:
             inputs = tuple(dict.fromkeys(name for i in sorted(read[stage.name]) for name in sources.get(i, ())))
             kind = kinds.get(stage.operation, "train" if stage.updates else "infer")
-            if stage.role in modelled:
-                calls.append(Call(stage.name, stage.role, kind, inputs))
+            role = "actor" if stage.role == ROLLOUT else stage.role  # whose it is, wherever it runs
+            if role in modelled:
+                calls.append(Call(stage.name, role, kind, inputs))
                 inputs = (stage.name,)  # of what is not placed here, those that it reads itself
             sources[stage.name] = inputs
         lead = models[lab.description.lead]
@@ -224,6 +233,8 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
     """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
     model is None is a function and is left out."""
     found = {}
+    if ROLLOUT in workload.roles and ROLLOUT not in models:
+        models = {**models, ROLLOUT: models.get("actor")}
     for role, model in models.items():
         if model is None:
             continue
@@ -232,6 +243,8 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
             config=config_of(model), head=head_of(role), dtype=workload.dtype, training=training,
             trained=role in TRAINED_ROLES,
         )  # fmt: skip
+    if ROLLOUT in found:
+        found[ROLLOUT] = replace(found[ROLLOUT], trained=False, samples_only=True)
     if lost := [role for role in workload.roles if role not in found]:
         raise BadInput(
             f"no model for {', '.join(lost)}",

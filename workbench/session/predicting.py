@@ -19,10 +19,11 @@ from workbench.mapping.predict import check_placement, predict
 from workbench.mapping.search import search
 from workbench.mapping.workload import Workload
 from workbench.placement import ROLLOUT, Placement
+from workbench.placement.role_model import RoleModel
 from workbench.session.position import Position
 from workbench.session.topology import Topology
 from workbench.stages.ledger import Ownership
-from workbench.support.validation import PositiveInt
+from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.store import TelemetryStore
 
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
@@ -109,7 +110,6 @@ class Predictor:
         algorithm = self._whose(algorithm)
         if hardware is not None:
             self.calibration = Calibration(hardware_of(hardware))
-        self._know(self._hosts.placement)
         if algorithm.under_way:
             raise BadInput(
                 f"iteration {algorithm.iteration} of {type(algorithm).__name__} is under way",
@@ -129,9 +129,16 @@ class Predictor:
         known.measured[str(self._hosts.placement)] = measured
         return known.constants
 
-    def predict(self, placement: Placement | None = None, algorithm: Algorithm | None = None) -> Prediction:
+    def predict(
+        self,
+        placement: Placement | None = None,
+        algorithm: Algorithm | None = None,
+        *,
+        staleness: NonNegativeInt = 0,
+    ) -> Prediction:
         """What an iteration would take under another placement; None: under the present one. After `calibrate`; what
-        was measured under that placement is shown beside it. Nothing is touched.
+        was measured under that placement is shown beside it. Nothing is touched. staleness: as of `run`; rollout
+        workers in a pool of their own then generate while the others train.
 
         Whether there is room and devices for it is `lab.diff(placement)`. Raises `BadInput` for a placement that lacks
         a role, or before any `calibrate`.
@@ -139,29 +146,34 @@ class Predictor:
         known = self._need_calibration()
         placed = self._hosts.placement if placement is None else placement
         check_placement(placed)
-        self._know(placed)
-        placed = placed.restrict(role for role in self._hosts.placement.roles if role != ROLLOUT)
-        plan = self._plan(placed, self._workload(self._whose(algorithm)), known)
+        placed = placed.restrict(role for role in (*self._hosts.placement.roles, ROLLOUT) if role in placed.roles)
+        plan = self._plan(placed, self._workload(self._whose(algorithm)), known, staleness)
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))
 
     def suggest(
-        self, algorithm: Algorithm | None = None, *, devices: PositiveInt | None = None, top: PositiveInt = 3
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        devices: PositiveInt | None = None,
+        top: PositiveInt = 3,
+        staleness: NonNegativeInt = 0,
     ) -> Plans:
         """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
         devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
-        what `move` asks of them; whether there is room now, `diff` says. `.chance` and
+        what `move` asks of them; whether there is room now, `diff` says. staleness: as of `run`: rollout workers have a
+        pool of their own, and the plans part the devices between generation and training. `.chance` and
         `.advice` say how sure the best is, and what one trial would decide. Raises `BadInput` before any `calibrate`,
         or where no such plan is left.
         """
         known = self._need_calibration()
-        self._know(self._hosts.placement)
         workload = self._workload(self._whose(algorithm))
+        workload = workload.with_rollout(staleness) if staleness else workload
         inline = self._hosts.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
         # a role that the algorithm does not call is placed all the same, and costs no time
-        plans = search(self._hosts.description.role_models(), devices=count, hardware=known.hardware, workload=workload,
+        plans = search(self._models(), devices=count, hardware=known.hardware, workload=workload,
                        constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
         found = ranked(self._possible(plans)) if count <= has else plans.plans
         return replace(plans, plans=tuple(found[:top]), error=spread(known.samples, START))
@@ -180,9 +192,14 @@ class Predictor:
             raise refusal
         return found
 
-    def _plan(self, placement: Placement, workload: Workload, known: Calibration) -> Plan:
-        return predict(placement, self._hosts.description.role_models(), hardware=known.hardware, workload=workload,
-                       constants=known.constants, t_g=self._t_g())  # fmt: skip
+    def _plan(self, placement: Placement, workload: Workload, known: Calibration, staleness: int = 0) -> Plan:
+        workload = workload.with_rollout(staleness) if placement.has_rollout else workload
+        return predict(placement, self._models(), hardware=known.hardware, workload=workload, constants=known.constants,
+                       t_g=self._t_g())  # fmt: skip
+
+    def _models(self) -> dict[str, RoleModel | None]:
+        """Of each role, rollout workers left out, which have the actor's."""
+        return {role: model for role, model in self._hosts.description.role_models().items() if role != ROLLOUT}
 
     def _t_g(self) -> int:
         generation = self._hosts.description.generation
@@ -209,15 +226,6 @@ class Predictor:
             slots = self._hosts.description.devices or self._hosts.placement.devices
             self.calibration = Calibration(Hardware.this_machine(slots))
         return self.calibration
-
-    def _know(self, placement: Placement) -> None:
-        """Raise `BadInput` for what the cost model has no terms for."""
-        if placement.has_rollout:
-            raise BadInput(
-                f"placement {placement}",
-                "the cost model knows no pool of rollout workers: the actor generates on its own devices",
-                "leave 'rollout' out of the placement that you ask about",
-            )
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
         self._ownership.check_open()
@@ -256,7 +264,8 @@ class Predictor:
                 "run an iteration, or two, as the first warms up",
             )
         found = {str(stage): float(seconds) for stage, seconds in spans.groupby("stage")["duration_s"].max().items()}
-        return found | {"iteration": float(spans["end_s"].max() - spans["start_s"].min())}
+        begun = events[(events["event"] == "iteration")]["time_s"].max()  # what it drew may have been generated before
+        return found | {"iteration": float(spans["end_s"].max() - max(spans["start_s"].min(), begun))}
 
 
 def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:
