@@ -92,7 +92,7 @@ def draw_ahead(
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
     interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
     found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
-    counters.aside = found.metrics
+    counters.metrics_ahead = found.metrics
     try:
         for stage in stages:
             if stage.name in found.made or (stage.role == "prompts" and not fresh):
@@ -109,7 +109,7 @@ def draw_ahead(
                 lab.note_position()
             has_run(stage.name)
     finally:
-        counters.aside = None
+        counters.metrics_ahead = None
     return found.rollouts
 
 
