@@ -64,9 +64,9 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path) -> None:
         wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0).run(1)
         folder = lab.run_folder
     with tiny_lab("more", tmp_path, backend="inline", models=MODELS) as lab:
-        algorithm = wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0)
+        other = wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0)
         with expect_error(BadInput, rule="GRPO had iterations among its 4"):
-            wb.replay(folder, algorithm)
+            wb.replay(folder, other)
     with tiny_lab("first", tmp_path, backend="inline", models=MODELS) as lab:
         algorithm = grpo(lab)
         algorithm.run(1)
