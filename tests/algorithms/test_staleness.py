@@ -298,6 +298,57 @@ def test_responses_that_paused_go_on_beside_new_ones(opened: Opened, tmp_path: P
     assert lab.buffer.waiting == []
 
 
+def test_the_metrics_of_an_iteration_are_of_the_responses_that_it_trains_on(opened: Opened) -> None:
+    """Those of a call are of all that it drew."""
+    lab = opened.lab
+    opened.again()
+    algorithm, lengths = long(lab), list[float]()
+
+    def look(batch: wb.Batch) -> wb.Batch:
+        lengths.append(batch.lengths("response_ids").mean())
+        return batch
+
+    algorithm.insert(look, after="generate_sequences")
+    frame = algorithm.run(6, **PAUSING)
+    assert frame["generate_sequences/response_tokens/mean"].tolist() == lengths
+    assert "generate_sequences/ending_paused/fraction" not in frame
+
+
+def test_groups_with_and_without_parts_come_together(opened: Opened) -> None:
+    """Those that were left when nothing paused any more, and further draws of DAPO, which are in one part."""
+    lab = opened.lab
+    opened.again()
+    algorithm = long(lab)
+    algorithm.run(3, **PAUSING)
+    algorithm.prompts = 3
+    algorithm.run(4, **PAUSING)
+    algorithm.run(4, staleness=2)
+    lab.buffer.clear()
+    sampling = algorithm.sampling
+    dapo = wb.DAPO(lab, prompts=2, samples=2, sampling=sampling, rounds=1, reward=lambda prompt, response: 1.0)
+    assert dapo.run(3, **PAUSING)["dynamic_sampling/rounds"].min() == 1
+
+
+def test_an_interrupt_while_it_waits_for_what_paused_leaves_that_unknown(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = opened.lab
+    opened.again()
+    algorithm = long(lab)
+    algorithm.draw_ahead(pause_after=1)
+
+    def pressed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wb.Batch, "fetch", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            len(lab.buffer)
+    assert len(lab.buffer) == 0 and lab.buffer.count(paused=True) == 2
+    assert "2 groups of 1 iterations" in repr(lab.buffer) and "2 groups have paused" in repr(lab.buffer)
+    assert not lab.buffer.may_start(2, 0)
+
+
 def test_a_generation_that_fails_keeps_what_had_paused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = opened.lab
     opened.again()

@@ -9,6 +9,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
+from workbench.comparisons.run_folder import RunFolder
 from workbench.errors import BadInput, NotFound
 
 MODELS = {"actor": TINY, "reward": vowels}
@@ -38,8 +39,44 @@ def test_the_draws_and_every_bit_of_the_metrics_are_the_same(recorded: Path, tmp
         assert frame["largest_difference"].tolist() == [0.0] * 6 and not any(frame["only_here"] + frame["only_there"])
         assert frame.attrs["differs"].empty and frame.attrs["left_out"] == []
         assert len(lab.buffer) == 0 and lab.iteration == 6
+        assert RunFolder(recorded).series()["samples"].iloc[-1] == 24  # a response in parts is one
         with expect_error(BadInput, value="replay in iteration 6", rule="from its beginning"):
             wb.replay(recorded, grpo(lab))
+
+
+def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path) -> None:
+    """And what is not in an algorithm's settings is named; an evaluation makes no difference."""
+    with tiny_lab("back", tmp_path, backend="inline", models=MODELS) as lab:
+        algorithm = grpo(lab)
+        algorithm.run(1)
+        saved = lab.save(tmp_path / "one", models=False).folder
+        algorithm.clip = 0.07
+        algorithm.run(1, staleness=1)
+        algorithm.run(1)
+        lab.recover(saved)
+        algorithm.run(2)
+        lab.evaluate(["1+1="])
+        folder = lab.run_folder
+    with tiny_lab("again", tmp_path, backend="inline", models=MODELS) as lab:
+        frame = wb.replay(folder, grpo(lab))
+        assert frame["same_draws"].all() and frame["largest_difference"].tolist() == [0.0] * 3
+        assert not any(frame["only_there"]) and frame.attrs["left_out"] == []
+        wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0).run(1)
+        folder = lab.run_folder
+    with tiny_lab("more", tmp_path, backend="inline", models=MODELS) as lab:
+        other = wb.RLOO(lab, prompts=2, samples=2, sampling=LONG, kl_coefficient=0.0)
+        with expect_error(BadInput, rule="GRPO had iterations among its 4"):
+            wb.replay(folder, other)
+    with tiny_lab("first", tmp_path, backend="inline", models=MODELS) as lab:
+        algorithm = grpo(lab)
+        algorithm.run(1)
+        lab.actor.training.learning_rate = 2e-3
+        algorithm.replace("update_actor", entropy_coefficient=0.1)
+        algorithm.run(1)
+        folder = lab.run_folder
+    with tiny_lab("last", tmp_path, backend="inline", models=MODELS) as lab:
+        left_out = wb.replay(folder, grpo(lab)).attrs["left_out"]
+        assert left_out == ["lab.actor.training.learning_rate=0.002", "GRPO.update_actor.entropy_coefficient=0.1"]
 
 
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:

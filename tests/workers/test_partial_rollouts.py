@@ -97,6 +97,11 @@ def test_what_is_refused_or_leaves_nothing_to_do(lab: wb.Workbench, tmp_path: Pa
         lab.actor.generate_sequences(batch, resume=True, cache="kept")
     with expect_error(UnknownColumn, value="token_versions"):
         lab.actor.generate_sequences(batch.drop("token_versions"), resume=True)
+    with expect_error(BadInput, value="samples=2 with resume=True"):
+        lab.actor.generate_sequences(batch, resume=True, samples=2)
+    failed = batch.join(lab.put({"valid": torch.tensor([True, False]), "failure": ["", "compute_reward no"]}))
+    failed = lab.actor.generate_sequences(failed, resume=True, max_new_tokens=6)
+    assert failed.fetch(["valid"])["valid"].tolist() == [True, False]  # what failed for a response that goes on
     shorter = lab.actor.generate_sequences(batch, resume=True, max_new_tokens=2)  # less than they have
     assert list(shorter.fetch(["ending"])["ending"]) == ["length", "length"]
     again = lab.actor.generate_sequences(shorter, resume=True, max_new_tokens=6)

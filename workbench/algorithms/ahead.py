@@ -16,8 +16,11 @@ from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
+from workbench.messages.metrics import MetricValues, reported
 from workbench.stages.group import GroupOperation
+from workbench.workers.partial_rollouts import METRICS as OF_PARTS
 from workbench.workers.partial_rollouts import check_parts
+from workbench.workers.rollout_columns import rollout_metrics
 
 
 def front(graph: Graph) -> tuple[Stage, ...]:
@@ -89,7 +92,7 @@ def draw_ahead(
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
     interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
     found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
-    counters.aside = found.metrics
+    counters.metrics_ahead = found.metrics
     try:
         for stage in stages:
             if stage.name in found.made or (stage.role == "prompts" and not fresh):
@@ -106,7 +109,7 @@ def draw_ahead(
                 lab.note_position()
             has_run(stage.name)
     finally:
-        counters.aside = None
+        counters.metrics_ahead = None
     return found.rollouts
 
 
@@ -178,6 +181,11 @@ def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]
     lab.prompts.begin()
     taken = buffer.take_out(chosen)
     counters.last_metrics.update(found.metrics)
+    told = found.metrics.get(names[-1], MetricValues())
+    if "ending_paused/fraction" in told:  # they are of the other responses of those calls, too
+        of_these = reported(rollout_metrics(found.rollouts.fetch(["response_mask", "ending"])))
+        kept = {name: value for name, value in told.items() if name not in OF_PARTS}
+        counters.last_metrics[names[-1]] = MetricValues({**kept, **of_these})
     versions = found.rows["weights_version"]
     if found.version != UNKNOWN and "actor" in lab.weights:
         ages = lab.weights["actor"].steps - versions
@@ -200,12 +208,8 @@ def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) ->
     The rollouts of the iteration under way have been drawn. draw: generates for one more iteration. Responses that have
     paused are given one more part an iteration."""
     stages, iteration = front(graph), lab.iteration
-    names, groups = tuple(stage.name for stage in stages), groups_of(stages)
-
-    def waiting() -> list[WaitingRollouts]:
-        return [found for found in lab.buffer.waiting if found.stages == names and found.whole]
-
-    while sum(found.group_count for found in waiting()) + groups <= staleness * groups:
+    names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
+    while buffer.count(names, paused=True) + groups <= staleness * groups:
         draw(before=iteration)
-    if any(found.drawn_in < iteration and found.paused for found in waiting()):
+    if any(found.made_by(names) and found.drawn_in < iteration and found.paused for found in buffer.waiting):
         draw(fresh=False, before=iteration)

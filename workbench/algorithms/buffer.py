@@ -32,6 +32,7 @@ from workbench.stages.ledger import Counters
 from workbench.support.assigned import AssignedFunction, NoteChange
 from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import NonNegativeInt, PositiveInt
+from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 
 LEFT, BARS, RIGHT, LINE, HEAD = 110, 280, 190, 18, 24
 
@@ -88,20 +89,21 @@ class WaitingRollouts:
         """Whether all of its stages have run."""
         return bool(self.made) and all(stage in self.made for stage in self.stages)
 
-    def fits(self, stages: Sequence[str] | None) -> bool:
+    def made_by(self, stages: Sequence[str] | None) -> bool:
         """Whether it is whole, and these stages made it; None: any stages."""
-        return self.whole and (stages is None or self.stages == tuple(stages)) and not self.paused
+        return self.whole and (stages is None or self.stages == tuple(stages))
 
     @property
     def paused(self) -> list[int]:
         """The prompts of its groups with a response that has paused. Waits until the responses are drawn."""
         if self._paused is None:
-            self._paused, batch = [], self.rollouts
+            batch, uids = self.rollouts, list[int]()
             if "token_versions" in batch.names:
-                table = batch.fetch(["prompt_uid", "ending"])
+                table = batch.fetch(["prompt_uid", "ending"])  # an interrupt leaves it unknown
                 pairs = zip(*(np.asarray(column).tolist() for column in table.values()), strict=True)
-                self._paused = list(dict.fromkeys(uid for uid, ending in pairs if ending == "paused"))
+                uids = list(dict.fromkeys(uid for uid, ending in pairs if ending == "paused"))
                 self.made.pop(BEGUN, None)
+            self._paused = uids
         return self._paused
 
     @property
@@ -119,8 +121,8 @@ class WaitingRollouts:
     @property
     def version(self) -> int:
         """The optimizer steps of the actor's weights that drew it; of several, of the oldest."""
-        if self._paused is not None and self._rows is not None:
-            return int(self._rows["weights_version"].min())
+        if "token_versions" in self.rollouts.names:
+            return int(self.rows["weights_version"].min())
         return int(self.rollouts.meta.get("weights_version", UNKNOWN))
 
     @property
@@ -133,9 +135,10 @@ class WaitingRollouts:
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             if isinstance(rewards, Ragged):
                 rewards = np.array([float(row.double().sum()) for row in rewards.rows()])
-            versions = np.full(batch.rows, self.version)
+            version = int(batch.meta.get("weights_version", UNKNOWN))
+            versions = np.full(batch.rows, version)
             if isinstance(of_tokens := table.get("token_versions"), Ragged):
-                versions = np.array([int(row.min()) if len(row) else self.version for row in of_tokens.rows()])
+                versions = np.array([int(row.min()) if len(row) else version for row in of_tokens.rows()])
             self._rows = {
                 "prompt_uid": np.asarray(table["prompt_uid"]),
                 "weights_version": versions,
@@ -208,7 +211,7 @@ def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
         return first
     made, oldest = {}, min(part.version for part in parts)
     for stage in first.made:
-        batch = Batch.concat([part.made[stage] for part in parts])
+        batch = end_to_end([part.made[stage] for part in parts])
         told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
         if told and any(part.version != oldest for part in parts):
             told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
@@ -218,6 +221,16 @@ def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
         times_drawn=np.concatenate([part.drawn for part in parts]),
         _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
     )  # fmt: skip
+
+
+def end_to_end(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches. Where only some were drawn in parts, what tells of the parts is left out."""
+    in_parts = {set(PART_COLUMNS) <= set(batch.names) for batch in batches}
+    return Batch.concat(batches if len(in_parts) == 1 else [_without_parts(batch) for batch in batches])
+
+
+def _without_parts(batch: Batch) -> Batch:
+    return batch.select(*(name for name in batch.names if name not in PART_COLUMNS))
 
 
 def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
@@ -264,7 +277,7 @@ class Buffer:
 
         It decides what starts, and nothing else: rollouts that are there are never thrown away for their age.
         """
-        return self.count() <= groups * max_staleness
+        return self.count(paused=True) <= groups * max_staleness
 
     def add(self, batch: Batch) -> None:
         """Have a batch with `response_ids` and `prompt_uid` wait, for `draw`. Raises `UnknownColumn` for other batches.
@@ -314,7 +327,7 @@ class Buffer:
     def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
         """The groups that `draw` would give. stages: only what these made; None: all."""
         self._priority.check(f"lab.buffer.draw({groups})")
-        fitting = [found for found in self.waiting if found.fits(stages)]
+        fitting = [found for found in self.waiting if found.made_by(stages) and not found.paused]
         if (there := self.count(stages)) < groups:
             raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait", "generate first, or draw fewer")
         if self.priority is None and fitting[0].group_count == groups:
@@ -356,7 +369,7 @@ class Buffer:
         latter. before: only what was drawn before this iteration."""
         waiting, paused = list[WaitingRollouts](), list[WaitingRollouts]()
         for found in self.waiting:
-            mine = found.whole and found.stages == tuple(stages) and (before is None or found.drawn_in < before)
+            mine = found.made_by(stages) and (before is None or found.drawn_in < before)
             if mine and found.paused:
                 others = [uid for uid in found.groups() if uid not in found.paused]
                 waiting += [found.with_groups(others)] if others else []
@@ -366,9 +379,11 @@ class Buffer:
         self.waiting = waiting
         return paused
 
-    def count(self, stages: Sequence[str] | None = None) -> int:
-        """How many groups wait that these stages made; None: all."""
-        return sum(found.group_count for found in self.waiting if found.fits(stages))
+    def count(self, stages: Sequence[str] | None = None, *, paused: bool = False) -> int:
+        """How many groups wait that these stages made; None: all. paused: those with a response that has paused, too;
+        it does not wait for responses."""
+        made = (found for found in self.waiting if found.made_by(stages))
+        return sum(found.group_count for found in made if paused or not found.paused)
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
@@ -431,7 +446,9 @@ class Buffer:
         if not ages:
             return "<Buffer: nothing waits>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
-        return f"<Buffer: {len(self)} groups of {len(ages)} iterations, {told} optimizer steps old>"
+        groups, paused = self.count(paused=True), self.count(paused=True) - len(self)
+        also = f"; {paused} groups have paused" if paused else ""
+        return f"<Buffer: {groups} groups of {len(ages)} iterations, {told} optimizer steps old{also}>"
 
     def _repr_html_(self) -> str:
         found = [one for one in self.waiting if one.whole]

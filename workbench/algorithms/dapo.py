@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.algorithms.buffer import end_to_end
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import GroupSize, RolloutAlgorithm
 from workbench.batches.batch import Batch
@@ -96,7 +97,7 @@ class DAPO(RolloutAlgorithm):
             batch = made[graph["dynamic_sampling"].inputs[0]]
         shares = {"kept/fraction": rows / drawn, "filled/fraction": max(0, wanted - rows) / wanted}
         lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
-        whole = Batch.concat([*kept, *others])
+        whole = end_to_end([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
         uids = whole.fetch(["prompt_uid"])["prompt_uid"]
         assert isinstance(uids, Tensor)

@@ -232,7 +232,7 @@ class Algorithm(StageEdits):
         """Go back to the end of an iteration, from which it may be continued."""
         self._under_way = False
         self.made.clear()
-        self._iteration = iteration
+        self._iteration, self._noted = iteration, {}  # what was noted since counts no more
         self.taken_up = False
 
     def iterate(self) -> dict[str, float]:

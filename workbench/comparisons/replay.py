@@ -27,8 +27,9 @@ def replay(
 
     same_draws: whether it drew the same rollouts from `lab.buffer`. largest_difference, of: of its metrics, relative to
     the larger value; 0 where all have the same bits. only_here, only_there: names of metrics of one of the runs.
-    `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: fields
-    that were assigned something else than a number or a text, such as a function, which has to be assigned again.
+    `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
+    was changed on the way and is not repeated: fields that were assigned something else than a number or a text,
+    settings of roles, arguments of single stages, edited code, placements.
 
         lab = wb.open(...)  # as that run was opened
         wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
@@ -36,7 +37,7 @@ def replay(
     run: a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. algorithm: of a workbench at its beginning,
     made as the run's own was; what was assigned to its fields later is taken from the log. iterations: only so many.
     Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
-    the log has no iteration of such an algorithm, and `NotFound` for no run.
+    the log has not its first iteration, or iterations of other algorithms, and `NotFound` for no run.
     """
     lab = algorithm.lab
     there, here, title = run_folder(run, folder), run_folder(lab), type(algorithm).__name__
@@ -54,10 +55,22 @@ def replay(
             "a run is made again from its beginning",
             "open a workbench with the settings of that run, and replay before anything else",
         )
-    settings, left_out = there.changed_settings(title), list[str]()
-    how: dict[str, Any] = dict.fromkeys(OF_RUN)
     last = int(wanted.index.max())
-    for number in range(1, min(last, iterations or last) + 1):
+    last = min(last, iterations or last)
+    others = [one for one in there.algorithms if one != title and min(there.changed_settings(one), default=0) <= last]
+    if others or wanted.index.min() > 1:
+        raise BadInput(
+            f"replay of run {there.name} by {title}",
+            f"{others[0]} had iterations among its {last}" if others else "it went on from a checkpoint of another run",
+            "only iterations of one algorithm, from the first on, can be made again",
+        )
+    settings, how = there.changed_settings(title), dict[str, Any].fromkeys(OF_RUN)
+    left_out = [
+        change["change"]
+        for change in there.changes()
+        if not change["change"].startswith(f"{title}/") and (change["iteration"] or 0) < last
+    ]
+    for number in range(1, last + 1):
         changed = settings.get(number, {})
         how |= {name: changed[name] for name in OF_RUN if name in changed}
         if number > 1:
@@ -85,7 +98,8 @@ def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
 
 
 def _compared(here: RunFolder, there: RunFolder) -> pd.DataFrame:
-    (one, two), rows = (run.series().drop(columns=["samples", "tokens", "seconds"]) for run in (here, there)), []
+    # without what was called by hand, and the columns that count up
+    (one, two), rows = (run.series().filter(regex="^(?!evaluate).*/") for run in (here, there)), []
     drawn = [run.draws() for run in (here, there)]
     for number in one.index.intersection(two.index):
         mine, theirs = one.loc[number].dropna(), two.loc[number].dropna()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,21 +63,19 @@ class RunFolder:
     def changed_settings(self, algorithm: str) -> dict[int, dict[str, Any]]:
         """By iteration, the settings with which an algorithm began, and those that were others from then on."""
         found: dict[int, dict[str, Any]] = {}
-        for row in self._rows(SETTINGS):
-            if (
-                row.get("algorithm") == algorithm
-                and isinstance(row.get("values"), dict)
-                and _is_whole(row.get(ITERATION))
-            ):
-                found.setdefault(row[ITERATION], {}).update(row["values"])
+        rows = (row for row in self._rows(SETTINGS) if _is_whole(row.get(ITERATION)) and TIME in row)
+        for row, changed in _changed(filter(self._counts(), rows)):
+            if row["algorithm"] == algorithm:
+                found.setdefault(row[ITERATION], {}).update(changed)
         return found
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
+        counts, events = self._counts(), filter(_is_event_of_iteration, self._rows(EVENTS))
         return {
             int(row["details"][ITERATION]): (row["details"].get("prompts"), row["details"].get("weights_versions"))
-            for row in self._rows(EVENTS)
-            if row.get("event") == "drawn from the buffer" and _is_event_of_iteration(row)
+            for row in events
+            if row.get("event") == "drawn from the buffer" and counts({TIME: row[TIME], **row["details"]})
         }
 
     @property
@@ -89,16 +87,18 @@ class RunFolder:
 
     def changes(self) -> list[dict[str, Any]]:
         """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
-        found, seen = [], set()
-        for row in self._rows(SETTINGS):
-            algorithm, values = str(row.get("algorithm")), row.get("values")
-            if algorithm in seen and isinstance(values, dict):
+        found, seen, fields = [], set(), set[str]()
+        for row, values in _changed(self._rows(SETTINGS)):
+            algorithm = str(row.get("algorithm"))
+            if algorithm in seen and values:
                 changed = ", ".join(f"{algorithm}/{name}={value}" for name, value in values.items())
                 found.append({TIME: row.get(TIME), ITERATION: row.get(ITERATION), "change": changed})
             seen.add(algorithm)
+            fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in values}
         for row in self._rows(EVENTS):
             said, kind = row.get("details"), row.get("event")
-            noted = kind == "setting" and isinstance(said, dict) and str(said.get("setting")).split(".")[0] in seen
+            setting = str(said.get("setting")).split(".") if isinstance(said, dict) else []
+            noted = kind == "setting" and ".".join(setting[:2]) in fields
             if isinstance(said, dict) and kind in ("reload", "move", "setting") and not noted:
                 words = {"reload": f"edited {said.get('modules')}", "move": f"placement {said.get('placement')}",
                          "setting": f"{said.get('setting')}={said.get('after')}"}[str(kind)]  # fmt: skip
@@ -125,8 +125,8 @@ class RunFolder:
         return math.inf
 
     def _counts(self) -> Callable[[dict[str, Any]], bool]:
-        """Whether a row of metrics counts: not what was made again, since the run went back to a checkpoint that was
-        saved before; evaluations are not made again."""
+        """Whether a row of metrics, settings or draws counts: not what was made again, since the run went back to a
+        checkpoint that was saved before; evaluations are not made again."""
         saved: dict[str, float] = {}
         undone = []
         for row in self._rows(EVENTS):
@@ -139,7 +139,7 @@ class RunFolder:
         def counts(row: dict[str, Any]) -> bool:
             time_s, number = _number(row[TIME]), row[ITERATION]
             again = any(begin < time_s < end and number >= kept for begin, end, kept in undone)
-            return not again or str(row["stage"]).startswith("evaluate")
+            return not again or str(row.get("stage")).startswith("evaluate")
 
         return counts
 
@@ -158,12 +158,11 @@ class RunFolder:
             table.setdefault(number, {}).update(values)
             one = made.setdefault(number, [0.0, 0.0, 0.0])
             if row["stage"] == "generate_sequences":
-                # of responses in parts, those that ended in this one
-                samples = _number(row.get(ROWS, 0)) * (
-                    1 - _number(values.get("generate_sequences/ending_paused/fraction", 0))
-                )
-                tokens = samples * values.get("generate_sequences/response_tokens/mean", math.nan)
-                one[0], one[1] = one[0] + samples, one[1] + tokens
+                of = "generate_sequences/{}".format
+                rows, mean = _number(row.get(ROWS, 0)), values.get(of("response_tokens/mean"), math.nan)
+                # of responses in parts, what was drawn in this one
+                one[0] += rows * values.get(of("ended/fraction"), 1.0)
+                one[1] += rows * values.get(of("drawn_tokens/mean"), mean)
             if not str(row["stage"]).startswith("evaluate"):
                 one[2] = _number(row[TIME])
         begun = {int(row["details"][ITERATION]): _number(row[TIME]) for row in self._rows(EVENTS)
@@ -238,6 +237,16 @@ def _training(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         counts = whole and not row.get("aside") and row["stage"] != "evaluate/stages"
         if counts and _is_whole(row.get(ITERATION)) and TIME in row:
             yield row
+
+
+def _changed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Rows of settings, each with those of its values that are not as earlier rows of its algorithm had them."""
+    known: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if isinstance(values := row.get("values"), dict):
+            before = known.setdefault(str(row.get("algorithm")), {})
+            yield row, {name: value for name, value in values.items() if name not in before or before[name] != value}
+            before |= values
 
 
 def _is_event_of_iteration(row: dict[str, Any]) -> bool:

@@ -110,6 +110,8 @@ class GroupOperation:
         samples = own.pop("samples", 1) if self.operation.samples else 1
         whole("samples", samples, 1)
         arguments = checked_arguments(self.operation, self.group.role, args, own)
+        if samples > 1 and arguments.get("resume"):
+            raise BadInput(f"samples={samples} with resume=True", "its rows are responses already", "leave samples out")
         if arguments.get("function", self) is None:  # a role that is a function scores with it
             arguments["function"] = self.group.spec.function
         if self.operation.check_model is not None:

@@ -20,24 +20,24 @@ from workbench.messages.metrics import Metrics, MetricValues, merge_metrics
 
 class Counters:
     """run, batch, iteration: how many there were. draws: by iteration, the number of the last drawing of samples.
-    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration. aside:
-    where stages report that are of another iteration; None: in last_metrics. iterations_to_skip: iterations that a
-    resumed script is not to repeat. refused: whether a stage was refused in this
-    iteration, and none has run: the next draw takes its number."""
+    weights: of each role whose weights may change, which they are. last_metrics: by stage, of this iteration.
+    metrics_ahead: by stage, of the iteration for which is generated ahead; None while none is. iterations_to_skip:
+    iterations that a resumed script is not to repeat. refused: whether a stage was refused in this iteration, and none
+    has run: the next draw takes its number."""
 
     def __init__(self) -> None:
         self.run = self.batch = self.iteration = self.iterations_to_skip = 0
         self.draws: dict[int, int] = {}
         self.weights: dict[str, Weights] = {}
         self.last_metrics: dict[str, MetricValues] = {}
-        self.aside: dict[str, MetricValues] | None = None
+        self.metrics_ahead: dict[str, MetricValues] | None = None
         self.refused = False
         self._runs_before = 0  # this iteration
 
     @property
     def reported(self) -> dict[str, MetricValues]:
         """Where a stage that is called now reports, by stage."""
-        return self.last_metrics if self.aside is None else self.aside
+        return self.last_metrics if self.metrics_ahead is None else self.metrics_ahead
 
     @property
     def next_iteration(self) -> int:

@@ -18,16 +18,18 @@ import torch
 from workbench.batches.columns import Ragged, Table
 from workbench.engines.generation import Rollout
 from workbench.errors import BadInput
+from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
 from workbench.settings.engines import Generation
 from workbench.workers.rollout_columns import PAUSED, ending_columns
 
 COLUMNS = ("token_versions", "sample_seed")  # beside those of other rollouts
+METRICS = ("ending_paused/fraction", "ended/fraction", "drawn_tokens/mean")  # of what a call has drawn, a row
 READS = ("response_ids", "rollout_log_prob", "ending", *COLUMNS)  # of a call that resumes
 
 
 def in_parts(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate_sequences` pauses responses, or goes on with them."""
+    """Whether a call of `generate_sequences` with these arguments pauses responses, or goes on with them."""
     return bool(arguments.get("pause_after") or arguments.get("resume"))
 
 
@@ -90,6 +92,14 @@ class Begun:
     def open(self) -> list[list[int] | None]:
         """What the rows that go on have; None for those that have ended."""
         return [ids if ending == PAUSED else None for ids, ending in zip(self.ids, self.endings, strict=True)]
+
+    def metrics(self, columns: Table) -> Metrics:
+        """What a call has drawn of rows that have these columns after it."""
+        endings, log_probs = columns["ending"], columns["rollout_log_prob"]
+        assert isinstance(endings, list) and isinstance(log_probs, Ragged)
+        ended = sum(before == PAUSED != now for before, now in zip(self.endings, endings, strict=True))
+        totals = endings.count(PAUSED), ended, len(log_probs.values) - sum(map(len, self.ids))
+        return {name: Mean(total=n, count=len(endings)) for name, n in zip(METRICS, totals, strict=True)}
 
     def columns(self, rollout: Rollout, rows: slice, version: int, most: Sequence[int]) -> Table:
         """With what a call has drawn. rows: the shard's in the rollout. most: tokens that each response may have."""

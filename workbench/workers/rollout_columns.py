@@ -94,8 +94,6 @@ def rollout_metrics(columns: Table) -> Metrics:
     metrics["truncated/fraction"] = mean(sum(ending in CUT for ending in endings))
     # the same names on every rank, or the counts of a rank without an ending would be missing
     metrics |= {f"ending_{name}/fraction": mean(sum(ending == name for ending in endings)) for name in ENDINGS}
-    if "token_versions" in columns:
-        metrics["ending_paused/fraction"] = mean(endings.count(PAUSED))
     if MASK_COLUMNS[0] in columns:
         ids, sizes = (columns[name] for name in MASK_COLUMNS)
         assert isinstance(ids, Ragged) and isinstance(sizes, Ragged)

@@ -284,8 +284,10 @@ class SamplingWorker(Worker):
                 had = len(batch.ragged("rollout_log_prob").values) if resume else 0
                 counted.tokens = int(columns["response_mask"].values.sum()) - had  # type: ignore[union-attr]
         metrics, failed, synced = rollout_metrics(columns), None, self.sync_metrics.take(batch.meta["seed"])
+        if pause_after or resume:
+            metrics |= begun.metrics(columns)
         notes = never_answered(conversations, sampling, self.context.host.rank) if environment is not None else ()
-        status = Status(replace(batch, columns={}))
+        status = Status(batch if resume else replace(batch, columns={}))
         if (function := sampling.several_turns) is not None:
             errors = {i: c.failure for i, c in enumerate(conversations) if c.failure is not None}
             for row, error in errors.items():
