@@ -322,3 +322,7 @@ def test_of_a_cell_that_did_not_end_there_is_what_it_did(subtests: pytest.Subtes
             found, lacks = done_of(Cell(1, text), failed, made)
             assert "\n".join(line for line in found.splitlines() if not line.strip().startswith("#")) == done
             assert left in " ".join(lacks) and bool(lacks) == bool(left)
+    ahead = {"algorithm": "PPO", "name": "ppo", "call": "run", "iterations": 2, "at": (1, 0), "staleness": 2}
+    made = Made([MadeCall.of("algorithm", {**ahead, "pause_after": 8, "done": False})])
+    found, _ = done_of(Cell(1, "ppo.run(9, staleness=2, pause_after=8)"), (1, 1), made)
+    assert found.splitlines()[-1] == "ppo.run(2, staleness=2, pause_after=8)"

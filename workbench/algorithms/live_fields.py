@@ -282,12 +282,12 @@ def note_settings(algorithm: Algorithm, noted: Mapping[str, Any], of_run: Mappin
 
 
 @contextmanager
-def recording(algorithm: Algorithm, call: str, *, resumed: bool = False) -> Iterator[None]:
+def recording(algorithm: Algorithm, call: str, *, resumed: bool = False, **given: Any) -> Iterator[None]:
     """Inside one of an algorithm's public calls: record what it made when it is over, whether it ended or was
     interrupted. A call inside of another is a part of that. Nothing is recorded outside of notebooks, nor of what is
     put back afterwards.
 
-    call: its name. resumed: whether it begins with the rest of an iteration that was interrupted.
+    call: its name. resumed: whether it begins with the rest of an iteration that was interrupted. given: arguments.
     """
     lab = algorithm.lab
     if id(algorithm) in _under_way or not in_notebook() or lab.runner.snapshots.open:
@@ -314,6 +314,7 @@ def recording(algorithm: Algorithm, call: str, *, resumed: bool = False) -> Iter
                 lab=variable_of(lab), cell=0 if cell is None else cell.number, at=running_position(),
                 by=lab.runner.driver, iterations=algorithm.ended_iterations - ended,
                 stages=now if begun else now[before:], under_way=algorithm.under_way, resumed=resumed, done=done,
+                **given,
             )  # fmt: skip
 
 

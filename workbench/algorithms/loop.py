@@ -319,7 +319,8 @@ class Algorithm(StageEdits):
         resumed = self._under_way and (self._interrupted or saved)
         passed = self.lab.passed_over(iterations)
         title = type(self).__name__
-        with recording(self, "run", resumed=resumed), self._stoppable("run"), Iterations(title, iterations) as line:
+        recorded = recording(self, "run", resumed=resumed, staleness=staleness, pause_after=pause_after)
+        with recorded, self._stoppable("run"), Iterations(title, iterations) as line:
             for number in range(passed + 1, iterations + 1):
                 if not resumed:
                     self.restart()

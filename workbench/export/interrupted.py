@@ -39,6 +39,7 @@ class MadeCall:
     name: the variable that held the algorithm, or the workbench that moved; "" for none. made_as: for that, the call
     that makes such an algorithm. made: of which algorithm. iterations: that it ended. stages: what it made of the next
     one. resumed: it began with the rest of an iteration. finished_later: another `run` took the stages over.
+    arguments: of `run`, beside the number of iterations, as a script writes them.
     """
 
     call: str
@@ -56,6 +57,7 @@ class MadeCall:
     done: bool
     placement: str = ""
     finished_later: bool = False
+    arguments: str = ""
 
     @classmethod
     def of(cls, kind: str, details: Mapping[str, Any]) -> MadeCall:
@@ -63,6 +65,7 @@ class MadeCall:
         title, lab = _name(details.get("algorithm")), _name(details.get("lab"))
         own = (f"wb.{title}", title) if title else ()
         stages, iterations = details.get("stages"), details.get("iterations")
+        given = [(name, details.get(name)) for name in ("staleness", "pause_after")]
         return cls(
             call="move" if kind == "move" else str(details.get("call")), algorithm=title or "an algorithm",
             name=lab if kind == "move" else _name(details.get("name")),
@@ -72,6 +75,7 @@ class MadeCall:
             stages=tuple(_one_line(stage, 60) for stage in stages) if isinstance(stages, list) else (),
             under_way=bool(details.get("under_way")), resumed=bool(details.get("resumed")),
             done=bool(details.get("done", True)),
+            arguments="".join(f", {name}={n}" for name, n in given if type(n) is int and n),
             placement=(expression(str(details.get("placement"))) or "") if kind == "move" else "",
         )  # fmt: skip
 
@@ -146,8 +150,9 @@ def _add(lines: list[tuple[str, str, list[str]]], name: str, call: MadeCall) -> 
     if call.call == "restart":
         lines.append((name, "restart", []))
     elif call.iterations and call.call == "run":
-        if not (lines and lines[-1][:2] == (name, "run")):
-            lines.append((name, "run", []))
+        verb = f"run{call.arguments}"
+        if not (lines and lines[-1][:2] == (name, verb)):
+            lines.append((name, verb, []))
         lines[-1][2].extend(["1"] * call.iterations)
     elif call.iterations:
         if lines and lines[-1][:2] == (name, "step"):
@@ -168,7 +173,9 @@ def _line(name: str, verb: str, given: list[str]) -> str:
         stages = ", ".join(given)
         one = f"{name}.step()  # {stages}"
         return one if len(given) == 1 else f"for _ in range({len(given)}):\n    {one}"
-    return f"{name}.{verb}({len(given) if verb == 'run' else ', '.join(given)})"
+    if verb.startswith("run"):
+        return f"{name}.run({len(given)}{verb.removeprefix('run')})"
+    return f"{name}.{verb}({', '.join(given)})"
 
 
 def expression(text: str, callables: Sequence[str] = ()) -> str | None:
