@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.batches.schema import SCHEMA
 from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
 from workbench.data.sources import PROMPT_COLUMNS, Source
-from workbench.data.user_functions import short
+from workbench.data.user_functions import LAST_TURN, short
 from workbench.display.html import table
 from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
@@ -108,7 +108,7 @@ def _filled(value: Any) -> Any:
 
 
 # names of arguments of reward functions and environments that do not come from extra columns
-_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
+_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed", LAST_TURN)
 
 Conversation = str | list[dict[str, Any]]
 
