@@ -27,7 +27,7 @@ from workbench.conversations.rows import (
     row_table,
 )
 from workbench.conversations.tree import Tree, Turn
-from workbench.data.conversation_turns import Resumed, Said
+from workbench.data.conversation_turns import Resumed
 from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError
 from workbench.messages.metrics import MetricValues
@@ -244,26 +244,21 @@ class Chat:
         before = path[:place]
         self._need_open(before)
         assert self._sampling.environment is not None
-        said = self._answers.said(self.tree, before)
+        said, most = self._answers.said(self.tree, before), self._sampling.max_calls
+        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
         resumed = Resumed(
             make=self._sampling.environment, sample_seed=self._sample_seed, said=said, began=self._answers.began
         )
         sampling = replace(
             self._sampling,
             environment=resumed,
-            max_calls=self._calls_left(resumed.said),
+            max_calls=None if most is None else max(0, most - made),
             max_turns=self._sampling.max_turns - place,
             max_new_tokens=self._room(before),
         )
         has_critic = "critic" in self._lab.groups
         table, critic, version = self._continuations.draw(self.tree, before, n, sampling, values=has_critic)
         return self._forked(before, table, critic, version)
-
-    def _calls_left(self, said: Sequence[Said]) -> int | None:
-        """Tool calls that may come behind these turns; None: any number."""
-        most = self._sampling.max_calls
-        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
-        return None if most is None else max(0, most - made)
 
     def _forked(self, before: Sequence[Turn], table: Table, critic: float | None, version: int) -> Fork:
         parent = before[-1].number if before else None
