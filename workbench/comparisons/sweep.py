@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -292,7 +292,7 @@ def _side_by_side(
                     )  # fmt: skip
                 running[key] = slot, process
                 assert process.stdin is not None
-                with process.stdin as pipe:
+                with suppress(BrokenPipeError), process.stdin as pipe:  # one that has ended is seen below
                     pipe.write(sent)
             time.sleep(0.1)
             for key, (slot, process) in list(running.items()):
