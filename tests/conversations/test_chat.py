@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,15 @@ def test_a_reward_function_scores_branches_that_have_ended(tmp_path: Path) -> No
             assert value is None or value == expected - own[0]
         assert len(set(fork.returns)) > 1
         chat.train(*fork.leaves)
+    made = itertools.count(1)
+
+    @wb.limits(own_process=False)
+    def fails(prompt: str, response: str) -> float:
+        return 3.0 if next(made) % 4 else 1 / 0
+
+    with tiny_lab("failed", tmp_path, backend="inline", models={"actor": TINY, "reward": fails}) as lab:
+        fork = lab.conversation("1+1=", sampling=sampling(), seed=3).fork(6)
+        assert fork.failed == 1 and fork.returns == [3.0] * 5  # it has no return, not 0
     models = {"actor": TINY, "reward": wb.verifiers.arithmetic}  # which takes an answer, and the row has none
     with tiny_lab("unscored", tmp_path, backend="inline", models=models) as lab:
         with pytest.warns(RuntimeWarning, match=r"takes 'answer'.* The environment's rewards stand alone"):

@@ -48,6 +48,9 @@ def test_length_by_hand() -> None:
 def test_wrong_answers_have_no_diversity_and_still_count() -> None:
     scores = of("a b", "c d", "a b", right=lambda prompt, response: float(response == "a b"))
     assert scores == [0.5, 0.0, 0.5]
+    # a tool has said the answer, and the policy has not
+    options: dict[str, Any] = {"answer": ["4"] * 2, "right": wb.verifiers.arithmetic}
+    assert of("= 4 a", "= 4", last_turn=["a", "4"], n=1, **options) == [0.0, pytest.approx(1 / 3)]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

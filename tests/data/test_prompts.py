@@ -198,6 +198,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     ([{"messages": [{"role": "assistant"}, user("a")]}], {}, "messages are a list such as"),
     ([{"messages": [user("a"), {"role": "assistant", "content": "b"}]}], {}, "ends with the assistant's message"),
     ([{"prompt": "a", "response": "b"}], {}, "row 0 has a column 'response'"),
+    ([{"prompt": "a", "last_turn": "b"}], {}, "row 0 has a column 'last_turn'"),
     (
         [{"prompt": "a", "text": "b"}],
         {"prompt_column": "text"},

@@ -115,10 +115,13 @@ def test_a_call_that_lets_no_other_go_on_is_ended_and_alone_fails(
 def test_calls_wait_for_those_under_way_where_there_is_no_memory_for_threads(calls: UserCalls) -> None:
     @wb.limits(memory_bytes=2**28)
     def waits(prompt: str, response: str) -> float:
+        held = bytes(2**21)  # which stacks of threads leave room for
         time.sleep(0.2)
-        return 1.0
+        return min(1.0, len(held))
 
+    began_s = time.monotonic()
     assert failed_rows(calls, waits, n=200, concurrency=200) == {}
+    assert time.monotonic() - began_s < 20  # 40 s one after the other
 
 
 def test_a_task_that_exits_ends_its_own_call_alone(calls: UserCalls) -> None:

@@ -269,11 +269,6 @@ def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
     return np.asarray(rewards >= limit)
 
 
-def _ks(samples: int) -> list[int]:
-    """1, 2, 4, ... and all."""
-    return sorted({k for k in (2**i for i in range(samples.bit_length())) if k <= samples} | {samples})
-
-
 def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
     """The row of a data set, of its responses; the samples of a prompt stand side by side.
 
@@ -291,7 +286,8 @@ def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
         "reward_mean": _mean(means),
         "reward_standard_error": float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan"),
     }
-    enough = {k: [one for one in prompts if len(one) >= k] for k in _ks(samples)}
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
+    enough = {k: [one for one in prompts if len(one) >= k] for k in ks}
     row |= {
         f"pass@{k}": _mean([pass_at_k(len(one), int(one["passed"].sum()), k) for one in of]) for k, of in enough.items()
     }

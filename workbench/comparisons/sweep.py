@@ -10,18 +10,18 @@ import json
 import math
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -278,7 +278,8 @@ def _side_by_side(
     waiting, slots, running = deque(trials), [*range(at_once)], dict[TrialKey, tuple[int, subprocess.Popen[bytes]]]()
     folder = ledger.path.with_suffix("")
     files.private_folder(folder)
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _in_process; _in_process()"
+    places = [place for place in sys.path if isinstance(place, str)]  # Python leaves out others, such as Paths
+    code = f"import sys; sys.path[:] = {places!r}; from {__name__} import _in_process; _in_process()"
     try:
         while waiting or running:
             while waiting and slots:
@@ -291,7 +292,7 @@ def _side_by_side(
                     )  # fmt: skip
                 running[key] = slot, process
                 assert process.stdin is not None
-                with process.stdin as pipe:
+                with suppress(BrokenPipeError), process.stdin as pipe:  # one that has ended is seen below
                     pipe.write(sent)
             time.sleep(0.1)
             for key, (slot, process) in list(running.items()):
@@ -317,20 +318,16 @@ def _side_by_side(
 
 
 def _log(folder: Path, key: TrialKey) -> Path:
-    name = re.sub(r"[^\w.-]", "_", key.arm)
-    return folder / f"{name}-{key.seed}.log"
+    return folder / f"{quote(key.arm, safe='')}-{key.seed}.log"
 
 
 def _share(slot: int, of: int) -> dict[str, str]:
     """The environment of a process that has a share of this machine's devices."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [gpu for gpu in named.split(",") if gpu] if named is not None else [str(n) for n in range(len(read_gpus()))]
-    threads = {} if gpus else {"OMP_NUM_THREADS": str(computing_threads(of))}
-    return (
-        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot::of] or gpus[slot % len(gpus) :][:1]), **threads}
-        if gpus
-        else threads
-    )
+    if not gpus:
+        return {"OMP_NUM_THREADS": str(computing_threads(of))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot::of] or [gpus[slot % len(gpus)]])}
 
 
 def _in_process() -> None:

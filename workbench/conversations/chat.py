@@ -27,7 +27,7 @@ from workbench.conversations.rows import (
     row_table,
 )
 from workbench.conversations.tree import Tree, Turn
-from workbench.data.conversation_turns import Resumed, Said
+from workbench.data.conversation_turns import Resumed
 from workbench.display.conversation import TurnPicture, tree_picture
 from workbench.errors import BadInput, RolloutError
 from workbench.messages.metrics import MetricValues
@@ -197,7 +197,9 @@ class Chat:
             number=len(self.tree.turns), parent=parent, token_ids=list(ids), log_probs=list(log_probs), ending=ending,
             written_by=by, weights_version=version, **told,
         )  # fmt: skip
-        return self._added(self._scored([[*path, turn]])[0] if self._ended([*path, turn]) else turn)
+        if self._ended([*path, turn]):
+            turn = self._scored([[*path, turn]])[0]
+        return self._added(turn)
 
     def _added(self, turn: Turn) -> Turn:
         added = self.tree.add(turn)
@@ -205,22 +207,25 @@ class Chat:
         self.changes += 1
         return added
 
-    def _scored(self, paths: Sequence[Sequence[Turn]]) -> list[Turn]:
-        """The last turns of branches that have ended, with the rewards that bring the sum of each branch to what the
-        workbench's reward function gives; without one the environment's."""
+    def _scored(self, paths: Sequence[Sequence[Turn]]) -> dict[int, Turn]:
+        """The last turns of branches that have ended, by their place in `paths`, with the rewards that bring the sum of
+        each branch to what the workbench's reward function gives; without one the environment's. Branches for which it
+        failed are left out; `RewardError` where it failed for all."""
+        last = {i: path[-1] for i, path in enumerate(paths)}
         if "reward" not in self._lab.groups:
-            return [path[-1] for path in paths]
+            return last
         ranks = self._continuations.ranks("reward")
         with self._lab.runner.isolated(STAGE):
             batch = self._put(paths, before_edits=True, trains=False).repeat(ranks)
             try:
-                given = self._lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"]
+                scored = self._lab.reward.compute_reward(batch, most_failed=1 - 1 / len(paths))
             except BadInput as problem:  # it takes a column that the row lacks
                 warnings.warn(f"{problem} The environment's rewards stand alone.", RuntimeWarning, stacklevel=2)
-                return [path[-1] for path in paths]
+                return last
+            given, failed = scored.fetch(["rewards"])["rewards"], {row // ranks for row in scored.failed()["row"]}
         totals = [float(row.sum()) for row in (given.rows() if isinstance(given, Ragged) else given)][::ranks]
         before = [sum(turn.reward for turn in path[:-1]) for path in paths]
-        return [replace(p[-1], reward=total - b) for p, total, b in zip(paths, totals, before, strict=True)]
+        return {i: replace(turn, reward=totals[i] - before[i]) for i, turn in last.items() if i not in failed}
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -239,26 +244,21 @@ class Chat:
         before = path[:place]
         self._need_open(before)
         assert self._sampling.environment is not None
-        said = self._answers.said(self.tree, before)
+        said, most = self._answers.said(self.tree, before), self._sampling.max_calls
+        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
         resumed = Resumed(
             make=self._sampling.environment, sample_seed=self._sample_seed, said=said, began=self._answers.began
         )
         sampling = replace(
             self._sampling,
             environment=resumed,
-            max_calls=self._calls_left(resumed.said),
+            max_calls=None if most is None else max(0, most - made),
             max_turns=self._sampling.max_turns - place,
             max_new_tokens=self._room(before),
         )
         has_critic = "critic" in self._lab.groups
         table, critic, version = self._continuations.draw(self.tree, before, n, sampling, values=has_critic)
         return self._forked(before, table, critic, version)
-
-    def _calls_left(self, said: Sequence[Said]) -> int | None:
-        """Tool calls that may come behind these turns; None: any number."""
-        most = self._sampling.max_calls
-        made = sum(len(turn.more.get("message", {}).get("tool_calls", ())) for turn in said)
-        return None if most is None else max(0, most - made)
 
     def _forked(self, before: Sequence[Turn], table: Table, critic: float | None, version: int) -> Fork:
         parent = before[-1].number if before else None
@@ -267,11 +267,12 @@ class Chat:
         if not kept:
             raise RolloutError("the environment failed in every continuation", str(table["failure"][0])[:300])  # type: ignore[index]
         paths = [self.tree.path(add_branch(self.tree, parent, table, i, version).number) for i in kept]
-        leaves, returns = self._scored(paths), list[float]()
-        for path, leaf in zip(paths, leaves, strict=True):
+        scored, returns = self._scored(paths), list[float]()
+        for i, leaf in scored.items():
             self.tree.turns[leaf.number] = leaf
-            rewards = [turn.reward for turn in [*path[len(before) : -1], leaf]]
+            rewards = [turn.reward for turn in [*paths[i][len(before) : -1], leaf]]
             returns.append(sum(self._credit.gamma**k * reward for k, reward in enumerate(rewards)))
+        kept, leaves = [kept[i] for i in scored], list(scored.values())
         self._credit.add(parent, version, returns)
         self.changes += 1
         endings = [str(table["ending"][i]) for i in kept]  # type: ignore[index]

@@ -72,7 +72,7 @@ class Fork:
     leaves: the last turn of each, to go to or to put into a batch. returns: of each, the sum of gamma^k times the
     reward of its k-th turn. value: their mean and its interval: the value of the conversation before that turn, by
     Monte Carlo. critic: what the critic says of it; None without one. df: a frame with one row a continuation.
-    failed: continuations whose environment failed, which are not among them.
+    failed: continuations whose environment or reward function failed, which are not among them.
     """
 
     at: int

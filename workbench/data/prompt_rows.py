@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.batches.schema import SCHEMA
 from workbench.data.readers import READERS, BadRows, Overlong, Row, Skipped, counts
 from workbench.data.sources import PROMPT_COLUMNS, Source
-from workbench.data.user_functions import short
+from workbench.data.user_functions import LAST_TURN, short
 from workbench.display.html import table
 from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
@@ -56,8 +56,11 @@ def _message(value: Any) -> Message | None:
         return None
     message = {str(key): one for key, one in value.items() if one is not None}
     content = message.get("content")
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+        if len(texts) == len(content):
+            content = "".join(texts)
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
@@ -67,10 +70,6 @@ def _message(value: Any) -> Message | None:
     if not isinstance(content, str):
         return None
     return {**message, "content": content}
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +107,7 @@ def _filled(value: Any) -> Any:
 
 
 # names of arguments of reward functions and environments that do not come from extra columns
-_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed")
+_RESERVED = ("prompt", "response", "ending", "environment_rewards", "sample_seed", LAST_TURN)
 
 Conversation = str | list[dict[str, Any]]
 

@@ -60,7 +60,7 @@ Unit = Literal["words", "characters"]
 @checked_call("wb.verifiers.group_diversity")
 def group_diversity(
     prompt: Sequence[str], response: Sequence[str], *, n: PositiveInt = 2, unit: Unit = "words",
-    right: Verifier | None = None, **row: Any,
+    right: Verifier | None = None, last_turn: Sequence[str] | None = None, **row: Any,
 ) -> list[float]:  # fmt: skip
     """How much a response differs from the others to its prompt, in [0, 1]: 0 where all are equal, 1 where it shares no
     n-gram with any.
@@ -73,14 +73,14 @@ def group_diversity(
     right: a verifier; a response to which it gives 0 or less earns 0, and still counts among the others.
     Raises `BadInput` where `right` is no function of one response, or arguments have unequal lengths.
     """
-    _same_rows(response, {"prompt": prompt, **row})
+    columns = _same_rows(response, {"prompt": prompt, "last_turn": last_turn, **row})
     units = [text.split() if unit == "words" else text for text in response]
     grams = [{tuple(one[i : i + n]) for i in range(max(len(one) - n + 1, 1))} for one in units]  # at least one each
     scores = [
         sum(1 - len(one & other) / len(one | other) for j, other in enumerate(grams) if j != i) / max(len(grams) - 1, 1)
         for i, one in enumerate(grams)
     ]
-    passed = _passed(right, prompt, response, row)
+    passed = _passed(right, columns)
     return [score if good else 0.0 for score, good in zip(scores, passed, strict=True)]
 
 
@@ -88,7 +88,7 @@ def group_diversity(
 @checked_call("wb.verifiers.group_length")
 def group_length(
     prompt: Sequence[str], response: Sequence[str], response_ids: Sequence[Sequence[int]], *,
-    right: Verifier | None = None, **row: Any,
+    right: Verifier | None = None, last_turn: Sequence[str] | None = None, **row: Any,
 ) -> list[float]:  # fmt: skip
     """How short a response is among those to its prompt, in tokens: 0.5 for the shortest, -0.5 for the longest.
 
@@ -100,38 +100,38 @@ def group_length(
         answer is not rewarded for being short. None: all count as right.
     Raises `BadInput` where `right` is no function of one response, or arguments have unequal lengths.
     """
-    _same_rows(response, {"prompt": prompt, "response_ids": response_ids, **row})
+    columns = _same_rows(response, {"prompt": prompt, "response_ids": response_ids, "last_turn": last_turn, **row})
     lengths = [len(ids) for ids in response_ids]
     shortest, span = min(lengths, default=0), max(lengths, default=0) - min(lengths, default=0)
     scores = [0.5 - (length - shortest) / span if span else 0.0 for length in lengths]
-    passed = _passed(right, prompt, response, {**row, "response_ids": response_ids})
+    passed = _passed(right, columns)
     return [score if good else min(0.0, score) for score, good in zip(scores, passed, strict=True)]
 
 
-def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> None:
-    for name, column in columns.items():
+def _same_rows(response: Sequence[str], columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns that are given, the responses among them."""
+    given = {"response": response, **{name: column for name, column in columns.items() if column is not None}}
+    for name, column in given.items():
         if not isinstance(column, Sequence) or len(column) != len(response):
             raise BadInput(
                 f"{name}={shown(column)} beside {len(response)} responses",
                 "each argument is a list with a value a response",
                 "give the function to compute_reward, which calls it so",
             )
+    return given
 
 
-def _passed(
-    right: Verifier | None, prompt: Sequence[str], response: Sequence[str], row: dict[str, Any]
-) -> list[bool]:  # fmt: skip
+def _passed(right: Verifier | None, columns: dict[str, Any]) -> list[bool]:
     """Whether the verifier gives more than 0, a response each."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if right is None:
-        return [True] * len(response)
+        return [True] * len(rows)
     if over_of(right) is not None or inspect.iscoroutinefunction(right):
         raise BadInput(
             f"right={shown(right)}",
             "must be a function of one response that is called here",
             "write right=wb.verifiers.arithmetic",
         )
-    columns = {"prompt": prompt, "response": response, **row}
-    rows = [{name: column[i] for name, column in columns.items()} for i in range(len(response))]
     scores = [right(**accepted(right, one)) for one in rows]
     try:
         return [finite_number(score) > 0 for score in scores]

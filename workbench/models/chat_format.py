@@ -150,21 +150,15 @@ def written_tokens(
         tokens = [*((number, 0, 0) for number in before), *placed(tokenizer, text)][: len(token_ids)]
         if [number for number, _, _ in tokens] == list(token_ids):
             text = text.replace(MARK, "")
-            found = [
-                _token(tokenizer, number, text, start, end, spans, number in special) for number, start, end in tokens
-            ]
+            found = list[WrittenToken]()
+            for number, start, end in tokens:
+                is_special = number in special
+                token = str(tokenizer.convert_ids_to_tokens(number)) if is_special else text[start:end]
+                by = next((who for first, last, who in spans if first <= start < last), TEMPLATE)
+                found.append(WrittenToken(number, token, TEMPLATE if is_special and start == end else by, is_special))
             return WrittenTokens(tuple(found), name)
     plain = [WrittenToken(n, str(tokenizer.decode([n])), "other", n in special) for n in token_ids]
     return WrittenTokens(tuple(plain), name)
-
-
-def _token(
-    tokenizer: PreTrainedTokenizerBase, number: int, text: str, start: int, end: int, spans: Sequence[Span],
-    special: bool,
-) -> WrittenToken:  # fmt: skip
-    shown = str(tokenizer.convert_ids_to_tokens(number)) if special else text[start:end]
-    writer = next((who for first, last, who in spans if first <= start < last), TEMPLATE)
-    return WrittenToken(number, shown, TEMPLATE if special and start == end else writer, special)
 
 
 def _spans(

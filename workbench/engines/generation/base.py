@@ -207,9 +207,12 @@ class GenerationEngine(ABC):
     """Draws responses from the newest weights it was given.
 
     weights_version: of the last `update_weights`; -1 after one that failed, and after `sleep`, until the next succeeds.
+    takes_adapter: whether that takes the weights of an adapter, as `TrainingEngine.scaled_adapter` names them, and
+    nothing else: the model beside it is that of the files.
     """
 
     weights_version: int
+    takes_adapter = False
     _settings: Generation
     _tokenizer: PreTrainedTokenizerBase
     _end_ids: frozenset[int]
@@ -290,12 +293,6 @@ class GenerationEngine(ABC):
         uninitialised memory. After an error, that of the iterator included, weights are mixed; a complete update
         repairs them.
         """
-
-    @property
-    def takes_adapter(self) -> bool:
-        """Whether `update_weights` takes the weights of an adapter, as `TrainingEngine.scaled_adapter` names them, and
-        nothing else: the model beside it is that of the files."""
-        return False
 
     def readable_weights(self) -> Mapping[str, Tensor]:
         """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,

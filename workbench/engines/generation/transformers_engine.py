@@ -330,7 +330,7 @@ class TransformersEngine(GenerationEngine):
             )
         self._model: Any = model
         self._tokenizer, self._settings = tokenizer, settings
-        self._owns_model, self._takes_adapter, self._autocast_dtype = owns_model, takes_adapter, autocast_dtype
+        self._owns_model, self.takes_adapter, self._autocast_dtype = owns_model, takes_adapter, autocast_dtype
         self._end_ids = end_token_ids(model.generation_config, tokenizer)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.weights_version = 0
@@ -384,12 +384,8 @@ class TransformersEngine(GenerationEngine):
         self.weights_version = version
         return taken
 
-    @property
-    def takes_adapter(self) -> bool:
-        return self._takes_adapter
-
     def readable_weights(self) -> Mapping[str, Tensor]:
-        if self._takes_adapter:
+        if self.takes_adapter:
             module = nn.ModuleDict({"model": self._model})
             return {name: module.get_parameter(own) for own, name in adapter_names(module).items()}
         return dict(self._model.named_parameters(remove_duplicate=False))
@@ -409,7 +405,7 @@ class TransformersEngine(GenerationEngine):
             return 0
         self.weights_version = -1
         # no sync brings the model beside an adapter again
-        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self._takes_adapter)
+        return self._memory.take({WEIGHTS: list(self._model.parameters())}, [WEIGHTS], keep=self.takes_adapter)
 
     def close(self) -> None:
         self._model = None

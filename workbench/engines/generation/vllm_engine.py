@@ -265,7 +265,7 @@ class VllmEngine(GenerationEngine):
                 "weights a small change would be rounded away",
                 "use Generation(engine='transformers'), or train the whole model",
             )
-        self._lora = lora
+        self._lora, self.takes_adapter = lora, lora is not None
         self._adapter: Any = None  # what rows are sent with, once there is an adapter
         starting = span("start", note="starting vLLM")
         with starting, computing_threads(threads), process_kept(device), exact_products(self._exact):
@@ -356,10 +356,6 @@ class VllmEngine(GenerationEngine):
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-
-    @property
-    def takes_adapter(self) -> bool:
-        return self._lora is not None
 
     @property
     def _runner(self) -> Any:

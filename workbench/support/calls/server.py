@@ -124,6 +124,9 @@ class Calls:
         self._concurrency: int | None = None
         self._coroutines: set[Callable[..., Any]] = set()  # what gave coroutines: it returns at once
         self._lock = threading.Lock()
+        data, stack = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_DATA, resource.RLIMIT_STACK))
+        # stacks count as data: those of threads take half of it, so that calls find memory
+        self._most_threads = data // 2 // stack if data > 0 < stack else sys.maxsize
 
     @property
     def _most(self) -> int:
@@ -167,8 +170,10 @@ class Calls:
             self._in_main(self._serve_in_main)
         elif (work := self._take()) is not None:
             try:
+                if threading.active_count() >= self._most_threads:
+                    raise RuntimeError("cannot allocate memory for another thread")
                 threading.Thread(target=self._serve, args=(work,), daemon=True, name="user call").start()
-            except RuntimeError as error:  # there is no memory for another thread
+            except RuntimeError as error:
                 with self._lock:
                     if others := len(self._open) > 1:  # who is under way takes it afterwards
                         del self._open[work[0]]

@@ -198,8 +198,7 @@ class RolloutWorker(SamplingWorker):
         """What this rank takes from an actor, to hold in the layout `mine`; an adapter in any case whole."""
         publisher = published.layout
         if (publisher, mine) not in self._intakes:
-            assert self.spec.generation is not None
-            assert self.spec.dtype is not None
+            assert self.spec.generation and self.spec.dtype
             if self.spec.adapter is None:
                 plan = plan_of_rollout(self.spec, publisher, mine)
             else:
