@@ -316,7 +316,9 @@ class Buffer:
         self._priority.check(f"lab.buffer.draw({groups})")
         fitting = [found for found in self.waiting if found.fits(stages)]
         if (there := self.count(stages)) < groups:
-            raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait", "generate first, or draw fewer")
+            paused = f", and {self.under_way} under way, with a response that has paused" if self.under_way else ""
+            remedy = "finish responses (resume=True) before you add them" if paused else "generate first, or draw fewer"
+            raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait{paused}", remedy)
         if self.priority is None and fitting[0].group_count == groups:
             return [(fitting[0], None)]
         places = [(found, uid) for found in fitting for uid in found.groups()]
@@ -369,6 +371,11 @@ class Buffer:
     def count(self, stages: Sequence[str] | None = None) -> int:
         """How many groups wait that these stages made; None: all."""
         return sum(found.group_count for found in self.waiting if found.fits(stages))
+
+    @property
+    def under_way(self) -> int:
+        """How many groups cannot be drawn yet, as a response of theirs has paused."""
+        return sum(found.group_count for found in self.waiting if found.whole and found.paused)
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
@@ -431,7 +438,8 @@ class Buffer:
         if not ages:
             return "<Buffer: nothing waits>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
-        return f"<Buffer: {len(self)} groups of {len(ages)} iterations, {told} optimizer steps old>"
+        paused = f", {self.under_way} under way" if self.under_way else ""
+        return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"
 
     def _repr_html_(self) -> str:
         found = [one for one in self.waiting if one.whole]
