@@ -29,6 +29,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         algorithm.clip, algorithm.sampling.temperature = 0.05, 0.7  # type: ignore[misc]
         algorithm.run(1, staleness=1)
         algorithm.run(1)
+        lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=4)  # by hand: not repeated
         return lab.run_folder
 
 
@@ -86,6 +87,8 @@ def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(record
             wb.replay(recorded, wb.RLOO(lab, prompts=2, samples=2, kl_coefficient=0.0))
         with expect_error(BadInput, value="replay of run other/", rule="it is another run"):
             wb.replay(lab, grpo(lab))
+        with expect_error(BadInput, value="algorithm=<Workbench other", remedy=r"wb.PPO\(lab"):
+            wb.replay(recorded, lab)  # type: ignore[arg-type]
         with expect_error(NotFound, value="a run 'nowhere'"):
             wb.replay("nowhere", grpo(lab))
         frame = wb.replay(recorded, grpo(lab), iterations=2)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         wb.sweep("../x", Made().train(), {"a": {"level": 1.0}}, runs=str(tmp_path))
     with expect_error(BadInput, remedy="return the score"):
         wb.sweep("x", lambda seed: None, {"a": {}}, runs=str(tmp_path))
+    with expect_error(BadInput, value=r"arm 'a': train\(seed=0, rat=1\)", rule="argument: 'rate'"):
+        wb.sweep("x", lambda seed, rate: rate, {"a": {"rat": 1}}, runs=str(tmp_path), at_once=2)
+    lock = threading.Lock()
+    with expect_error(BadInput, value="lock is 'lock'", remedy="make it inside train"):
+        wb.sweep("x", lambda seed: lock, {"a": {}}, runs=str(tmp_path), at_once=2)
 
 
 def learn(folder: Path, seed: int, rate: float) -> Any:

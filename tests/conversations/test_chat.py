@@ -343,6 +343,9 @@ def test_arguments(lab: wb.Workbench, chat: Chat) -> None:
         lab.conversation(lab.prompts.next(2), sampling=sampling())
     with expect_error(BadInput, rule="begins with a prompt"):
         lab.conversation(3, sampling=sampling())
+    messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1="}]
+    spoken = [lab.conversation(row, sampling=sampling()) for row in (messages, {"prompt": messages})]
+    assert spoken[0].tree.prompt_ids == spoken[1].tree.prompt_ids
     with expect_error(BadInput, value="gamma"):
         lab.conversation("1+1=", sampling=sampling(), gamma=2.0)
     with expect_error(BadInput, rule="the tree has turns none yet"):

@@ -164,7 +164,7 @@ def test_methods_that_only_look_are_methods() -> None:
 
     owners = (Workbench, Batch, Buffer, Algorithm, WorkerGroup, PromptStream, History, TelemetryStore)
     there = {name for owner in owners for name in dir(owner)}
-    assert SHOWING - {"weight_digests", "turns"} <= there  # an operation of the workers; of a conversation
+    assert SHOWING - {"weight_digests", "turns", "dial"} <= there  # of the workers; of a conversation; wb.dial
 
 
 def test_only_what_came_from_the_workbench_is_known_to_show() -> None:
@@ -172,7 +172,7 @@ def test_only_what_came_from_the_workbench_is_known_to_show() -> None:
     made = "tracker = Tracker(lab)\nframe = lab.metrics()\nframe = tracker.of(frame)"
     cells = page(
         f"{IMPORT}\nfrom tools import Tracker", f"{OPEN}\n{made}",
-        f"{tracks}\nlab.metrics().head()\nruns = wb.runs()\nruns.metrics()\nlab.close()",
+        f"{tracks}\nlab.metrics().head()\nwb.dial(lab)\nruns = wb.runs()\nruns.metrics()\nlab.close()",
     )  # fmt: skip
     assert body(script_of(cells).text)[-5:] == [*tracks.splitlines(), "runs = wb.runs()", "lab.close()"]
 

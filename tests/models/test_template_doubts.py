@@ -58,9 +58,11 @@ def test_opening_says_what_of_the_rows_the_template_leaves_out(
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rows = [{"messages": [*turns, {"role": "tool", "content": "5"}], "tools": [call]}]
+    rows += [{"messages": [turns[0]], "tools": tools} for tools in (None, "[{not json", None, None)]
     tiny_lab("left-out", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
     said = capsys.readouterr().out
     assert "rows have 'tools', which the chat template of" in said and "rows have 'tool_calls', which" in said
+    assert "column 'tools' of 1 rows is not shown to the model: it is no list of JSON schemas" in said
 
 
 def test_opening_says_how_columns_were_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -329,7 +329,9 @@ class Buffer:
         self._priority.check(f"lab.buffer.draw({groups})")
         fitting = [found for found in self.waiting if found.made_by(stages) and not found.paused]
         if (there := self.count(stages)) < groups:
-            raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait", "generate first, or draw fewer")
+            paused = f", and {self.under_way} under way, with a response that has paused" if self.under_way else ""
+            remedy = "finish responses (resume=True) before you add them" if paused else "generate first, or draw fewer"
+            raise BadInput(f"lab.buffer.draw({groups})", f"{there} groups wait{paused}", remedy)
         if self.priority is None and fitting[0].group_count == groups:
             return [(fitting[0], None)]
         places = [(found, uid) for found in fitting for uid in found.groups()]
@@ -384,6 +386,11 @@ class Buffer:
         it does not wait for responses."""
         made = (found for found in self.waiting if found.made_by(stages))
         return sum(found.group_count for found in made if paused or not found.paused)
+
+    @property
+    def under_way(self) -> int:
+        """How many groups cannot be drawn yet, as a response of theirs has paused."""
+        return self.count(paused=True) - self.count()
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
@@ -446,9 +453,8 @@ class Buffer:
         if not ages:
             return "<Buffer: nothing waits>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
-        groups, paused = self.count(paused=True), self.count(paused=True) - len(self)
-        also = f"; {paused} groups have paused" if paused else ""
-        return f"<Buffer: {groups} groups of {len(ages)} iterations, {told} optimizer steps old{also}>"
+        paused = f", {self.under_way} under way" if self.under_way else ""
+        return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"
 
     def _repr_html_(self) -> str:
         found = [one for one in self.waiting if one.whole]

@@ -67,7 +67,8 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
         )
     role = role_of(loss) if callable(loss) else "actor"
     if role not in lab.groups or "measure_gradient" not in lab.groups[role].operations:
-        raise BadInput(f"lab.check(loss=...) without workbench's own {role}", "the loss is one of its update")
+        rule = f"the loss is one of update_{role}, and this workbench trains no {role} of its own"
+        raise BadInput(f"lab.check(loss=...) without {role}", rule, f"open one with models={{{role!r}: ...}}")
     if isinstance(loss, CovarianceLoss):
         raise BadInput(
             f"lab.check(loss={loss!r})",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.comparisons.diff import diff
 from workbench.comparisons.run_folder import RunFolder, run_folder
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
+from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ NUMBERS = (bool, int, float)
 OF_RUN = ("staleness", "pause_after")  # among the recorded settings of an algorithm: arguments of its `run`
 
 
+@checked_call("wb.replay")
 def replay(
     run: Any, algorithm: Algorithm, *, iterations: PositiveInt | None = None, folder: str = "runs"
 ) -> pd.DataFrame:
@@ -39,6 +43,8 @@ def replay(
     Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
     the log has not its first iteration, or iterations of other algorithms, and `NotFound` for no run.
     """
+    if not hasattr(algorithm, "lab"):
+        raise BadInput(f"algorithm={shown(algorithm)}", "must be an algorithm", "wb.replay(run, wb.PPO(lab, ...))")
     lab = algorithm.lab
     there, here, title = run_folder(run, folder), run_folder(lab), type(algorithm).__name__
     wanted = there.series()
@@ -55,7 +61,10 @@ def replay(
             "a run is made again from its beginning",
             "open a workbench with the settings of that run, and replay before anything else",
         )
-    last = int(wanted.index.max())
+    # an iteration that stages by hand began, behind those of the algorithm, lacks one of its updates
+    updates = [wanted.filter(regex=f"^{stage}/") for stage in algorithm.graph().names if stage.startswith("update_")]
+    ended = np.logical_and.reduce([columns.notna().any(axis=1) for columns in updates if len(columns.columns)])
+    last = int((wanted.index[ended] if np.any(ended) else wanted.index).max())
     last = min(last, iterations or last)
     others = [one for one in there.algorithms if one != title and min(there.changed_settings(one), default=0) <= last]
     if others or wanted.index.min() > 1:

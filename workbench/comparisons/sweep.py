@@ -6,6 +6,7 @@ The ledger of a sweep: which trials have begun and ended, a line each, so that a
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from workbench.errors.plain_text import shown
 from workbench.launch import arguments
 from workbench.session.checkpoint import find_checkpoint
 from workbench.support import files
-from workbench.support.calls.pickling import by_value
+from workbench.support.calls.pickling import by_value, pickled
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
 from workbench.support.fingerprint import code_behind, fingerprint
@@ -214,7 +215,9 @@ def sweep(
     workbenches on Ray the cluster deals out the devices. The trials have names of their own for what they open.
     """
     check_name(name)
-    _check(arms)
+    _check(train, arms)
+    if at_once > 1:
+        pickled(train, ("a trial has a process of its own", "make it inside train, or leave at_once out"))
     ledger = Ledger(path_of(runs, "runs").absolute() / "sweeps" / f"{name}.jsonl")
     with ledger.owned():
         return _swept(name, ledger, train, arms, seeds, early_stop, save_every, at_once)
@@ -248,7 +251,7 @@ def _swept(
     return _sweep(rows, scores, stopped, seeds, shared_level(len(arms), seeds - 1 if early_stop else 1))
 
 
-def _check(arms: Mapping[str, Mapping[str, Any]]) -> None:
+def _check(train: Callable[..., Any], arms: Mapping[str, Mapping[str, Any]]) -> None:
     if not arms:
         raise BadInput("arms={}", "needs an arm at least", 'write {"usual": {}}')
     for arm, settings in arms.items():
@@ -256,6 +259,15 @@ def _check(arms: Mapping[str, Mapping[str, Any]]) -> None:
             raise BadInput(f"arm {arm!r} with a seed", "each arm gets the seeds 0, 1, ...", "say how many: seeds=")
         if wrong := [setting for setting in settings if not isinstance(setting, str) or not setting.isidentifier()]:
             raise BadInput(f"arm {arm!r} with {shown(wrong[0])}", "settings are arguments of train", "name them so")
+        try:
+            inspect.signature(train).bind(seed=0, **settings)
+        except TypeError as error:
+            called = f"train({', '.join(['seed=0', *(f'{name}={shown(value)}' for name, value in settings.items())])})"
+            raise BadInput(
+                f"arm {arm!r}: {called}", str(error), "name arguments of train, which takes seed too"
+            ) from None
+        except ValueError:  # a function that says no signature
+            pass
 
 
 def _made(ledger: Ledger, key: TrialKey, train: Train, settings: Mapping[str, Any], save_every: int | None) -> Ended:

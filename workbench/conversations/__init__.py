@@ -38,9 +38,9 @@ class Conversations:
         continuations from there and says what the turn is worth, `chat.batch()` and `chat.train()` make rows of it. See
         docs/by_hand.md.
 
-        row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text; or a mapping of a prompt and its
-        columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`, and
-        without one the policy talks with you, see `chat.say`.
+        row: a batch of one row, such as `lab.prompts.next(1)`; a prompt's text or messages; or a mapping of a prompt
+        and its columns, as rows of `prompts=`. environment: as `generate_sequences` takes it; None: that of `sampling`,
+        and without one the policy talks with you, see `chat.say`.
         sampling: how turns are drawn, and how many tokens and turns there may be; None: as the algorithm that took the
         last step draws them, else `wb.Sampling()`. gamma: of returns, for each turn. seed: the same one draws the same
         turns from the same weights.

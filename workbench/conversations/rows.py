@@ -203,11 +203,12 @@ def row_table(lab: Lab, row: Any) -> Table:
             raise BadInput(f"conversation({row!r})", "begins with one row", "take one: batch.take([0])")
         row.need(["prompt_ids", "prompt_uid"], "conversation")
         return row.fetch(["prompt_ids", "prompt_uid", *row.text_names])
-    if not isinstance(row, str | Mapping) or not row:
+    row = {"prompt": row} if isinstance(row, str | list) and row else row
+    if not isinstance(row, Mapping) or not row:
         raise BadInput(
-            f"conversation({shown(row)})", "begins with a prompt: a batch of one row, a text, or a row of columns",
+            f"conversation({shown(row)})",
+            "begins with a prompt: a batch of one row, a text, messages, or a row of columns",
             "lab.conversation('What is 2 + 3?', environment=MyEnvironment)",
         )  # fmt: skip
-    source = [{"prompt": row} if isinstance(row, str) else dict(row)]
-    found = Prompts(source, tokenizer=lab.runner.batches.tokenizer, shuffle=False, overlong="error").next(1)
+    found = Prompts([dict(row)], tokenizer=lab.runner.batches.tokenizer, shuffle=False, overlong="error").next(1)
     return prompt_table(found, 0)

@@ -134,7 +134,8 @@ class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
     dropped, cut: how many rows were too long. with_control_tokens: how many have control tokens that are read as text.
-    skipped: those that are no prompts. read_as: see `Rows`.
+    skipped: those that are no prompts. read_as: see `Rows`. used: what rows have beside texts, "tools" or "tool_calls";
+    other_tools: how many have a column `tools` with something else than JSON schemas.
     """
 
     @checked_call("prompts")
@@ -146,7 +147,8 @@ class PromptReader(ABC):
     ) -> None:  # fmt: skip
         check_chat(chat, tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
-        self.dropped = self.cut = self.with_control_tokens = 0
+        self.dropped = self.cut = self.with_control_tokens = self.other_tools = 0
+        self.used = set[str]()
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
@@ -218,6 +220,9 @@ class PromptReader(ABC):
                 f"rename or drop it before: row['data_{taken[0]}'] = row.pop({taken[0]!r})",
             )
         tools = row_tools(extra)
+        self.other_tools += not tools and bool(extra.get("tools"))
+        calls = any(message.get("tool_calls") for message in _messages(conversation) or ())
+        self.used |= {name for name, there in (("tools", tools), ("tool_calls", calls)) if there}
         ids = self.render(conversation, tools=tools)
         self.with_control_tokens += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:

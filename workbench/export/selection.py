@@ -25,8 +25,8 @@ from workbench.export.statements import Statement, at_margin, builtin, own_names
 
 # Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
 SHOWING = {
-    "arguments", "batches", "changes", "df", "diff", "disagreements", "estimate", "events", "failed", "graph", "groups",
-    "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans", "strip",
+    "arguments", "batches", "changes", "df", "dial", "diff", "disagreements", "estimate", "events", "failed", "graph",
+    "groups", "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans", "strip",
     "sync_plans", "syncs", "timeline", "topology", "traffic", "transfers", "turns", "weight_digests",
 }  # fmt: skip
 OF_TABLES = {"describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts"}

@@ -29,7 +29,6 @@ from workbench.backends.ray import RayBackend, end_hosts
 from workbench.backends.starting import record_opening
 from workbench.config.description import Description
 from workbench.controller import Workbench
-from workbench.data.prompt_rows import row_tools
 from workbench.data.prompts import Prompts
 from workbench.display.interrupts import stoppable
 from workbench.display.progress import Progress
@@ -113,12 +112,15 @@ def _about_prompts(lab: Workbench) -> list[str]:
     """How the rows were read, and what would go wrong with them without a word."""
     source = lab.prompts.source
     read = [f"prompts are read as {source.read_as}"] if source is not None and source.read_as else []
+    if source is not None and source.other_tools:
+        read.append(
+            f"column 'tools' of {source.other_tools} rows is not shown to the model: it is no list of JSON schemas, "
+            'such as [{"type": "function", "function": {"name": "add", "parameters": {...}}}]'
+        )
     first = source.at(source.position) if isinstance(source, Prompts) else None
-    if first is None:
-        return read + template_doubts(lab.runner.batches.tokenizer)
-    calls = any(message.get("tool_calls") for message in first.messages or ())
-    used = [name for name, there in (("tools", row_tools(first.extra)), ("tool_calls", calls)) if there]
-    return read + template_doubts(lab.runner.batches.tokenizer, first.prompt_ids, first.prompt, used)
+    ids, text = ([], "") if first is None else (first.prompt_ids, first.prompt)
+    used = sorted(source.used) if source is not None else []
+    return read + template_doubts(lab.runner.batches.tokenizer, ids, text, used)
 
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry

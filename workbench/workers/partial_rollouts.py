@@ -44,7 +44,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
     given = [name for name, value in off.items() if arguments[name] != value]
     if given:
         raise BadInput(
-            f"{', '.join(given)} with {'resume=True' if arguments['resume'] else 'pause_after='}",
+            f"{', '.join(given)} with {'pause_after=' if arguments['pause_after'] else 'resume=True'}",
             "a response that goes on is read as a prompt, in which these are not known",
             f"leave {', '.join(given)} out",
         )

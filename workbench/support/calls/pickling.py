@@ -19,17 +19,22 @@ OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a mod
 _registering = threading.Lock()
 
 
-def pickled(function: Any) -> bytes:
+OWN_PROCESS = (
+    "a function runs in a process that can be killed, with copies of what it reads",
+    "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
+    "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
+)
+
+
+def pickled(function: Any, advice: tuple[str, str] = OWN_PROCESS) -> bytes:
     """A function as it is sent to a process, with the values of globals and closures that it reads. `BadInput` for one
-    that holds what no other process can have."""
+    that holds what no other process can have. advice: its rule and remedy."""
     try:
         return by_value(function)
     except Exception as error:
         raise BadInput(
             f"{name_of(function)} cannot be sent to a process of its own: {_culprit(function)}{said(error, 200)}",
-            "a function runs in a process that can be killed, with copies of what it reads",
-            "make what it holds inside it, when it is first called (functools.cache); or, inline, mark it with "
-            "@wb.limits(own_process=False), which runs it in its host, where no limit holds",
+            *advice,
         ) from error
 
 
