@@ -20,9 +20,8 @@ from workbench.engines.generation import Rollout
 from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
-from workbench.settings.engines import Generation, Sampling, truncation
+from workbench.settings.engines import Generation
 from workbench.workers.rollout_columns import PAUSED, ending_columns
-from workbench.workers.sampling_mask import TRUNCATION
 
 COLUMNS = ("token_versions", "sample_seed")  # beside those of other rollouts
 METRICS = ("ending_paused/fraction", "ended/fraction", "drawn_tokens/mean")  # of what a call has drawn, a row
@@ -48,15 +47,6 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             "a response that goes on is read as a prompt, in which these are not known",
             f"leave {', '.join(given)} out",
         )
-
-
-def check_same_sampling(batch: Shard, sampling: Sampling) -> None:
-    """Raise `BadInput` where responses would go on at another temperature, or with other tokens left out."""
-    now = {"temperature": sampling.temperature, **truncation(vars(sampling))}
-    then = {"temperature": batch.meta.get("temperature", sampling.temperature), **batch.meta.get(TRUNCATION, {})}
-    if then != now:
-        began, given = (", ".join(f"{name}={value:g}" for name, value in one.items()) for one in (then, now))
-        raise BadInput(f"resume=True with {given}", f"the responses began with {began}", "give the same settings again")
 
 
 def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> None:

@@ -40,7 +40,7 @@ from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 from workbench.workers.partial_rollouts import READS as RESUMED
-from workbench.workers.partial_rollouts import Begun, check_cache, check_parts, check_same_sampling, in_parts
+from workbench.workers.partial_rollouts import Begun, check_cache, check_parts, in_parts
 from workbench.workers.rollout_columns import (
     COMPONENTS,
     TURN_COLUMNS,
@@ -252,8 +252,6 @@ class SamplingWorker(Worker):
         the rows fail, the stage raises `RolloutError`, whose `.batch` has the others.
         """
         sampling = _sampling({name: given for name, given in locals().items() if name not in ("self", "batch")})
-        if resume:
-            check_same_sampling(batch, sampling)
         self.before_rollouts()
         self.kept.only_of(self._drawn_with)
         prompts, seeds, mine = self._prompts_of_tensor_group(batch)
