@@ -334,6 +334,9 @@ def test_without_an_environment_one_talks_with_the_policy(lab: wb.Workbench) -> 
     batch = chat.batch(before_edits=True)
     ids, mask = rows(batch, "response_ids")[0], rows(batch, "response_mask")[0]
     assert [one for one, own in zip(ids, mask, strict=True) if own] == [*first.token_ids, *second.token_ids]
+    with expect_error(BadInput, rule="the policy would talk to itself", remedy=r"chat\.say"):
+        chat.step()
+    assert len(chat.finish().path) == 2 and chat.fork(2, at=1).turns == [1, 1]
 
 
 def test_arguments(lab: wb.Workbench, chat: Chat) -> None:

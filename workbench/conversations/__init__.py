@@ -6,19 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from workbench.conversations.chat import Chat
+from workbench.conversations.chat import Chat, Talk
 from workbench.errors import BadInput
 from workbench.objectives.arguments import within
 from workbench.settings.engines import Sampling
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, Number
-
-
-class Talk:
-    """The environment of a conversation that has none: it waits for `chat.say`."""
-
-    def step(self, response: str) -> tuple[None, float, bool]:
-        return None, 0.0, False
 
 
 class Conversations:

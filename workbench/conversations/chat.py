@@ -39,15 +39,22 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 CONTINUED = ("gae", "gae_turn")  # estimators that take the critic's value for what would come after a branch
 
 
+class Talk:
+    """The environment of a conversation that has none: it waits for `chat.say`."""
+
+    def step(self, response: str) -> tuple[None, float, bool]:
+        return None, 0.0, False
+
+
 @checks_calls("chat")
 class Chat:
     """A conversation of the policy with an environment, as a tree of turns. Made by `lab.conversation`.
 
     step(): the policy takes a turn, and the environment answers. say(): you answer it, and the policy takes the next
-    turn. finish(): until the conversation has ended. edit(): another text for a turn, or for an answer. fork():
-    continuations from a turn, and its value by Monte Carlo. go(): to another branch. batch(), train(): branches as
-    rows. values(): credit by turn. tree: all turns; here: the number of the turn that the next one comes behind, None
-    at the beginning; path: the turns up to it.
+    turn. finish(): until the conversation has ended, or waits for you. edit(): another text for a turn, or for an
+    answer. fork(): continuations from a turn, and its value by Monte Carlo. go(): to another branch. batch(), train():
+    branches as rows. values(): credit by turn. tree: all turns; here: the number of the turn that the next one comes
+    behind, None at the beginning; path: the turns up to it.
 
     Turns are drawn by the actor's newest weights, one after the other, so branches may be of several versions. The
     environment runs in a process of its own; at a branch a new one is told the turns before it again, see `Answers`.
@@ -105,6 +112,10 @@ class Chat:
         used = len(self.tree.tokens(path, answered=True))
         return min(self._most - len(self.tree.prompt_ids), self._sampling.max_new_tokens) - used
 
+    def _waits(self, path: Sequence[Turn]) -> bool:
+        """Whether you are to answer the last turn, as there is no environment that does."""
+        return self._sampling.environment is Talk and bool(path) and path[-1].answered_by != "hand"
+
     def _need_open(self, path: Sequence[Turn]) -> None:
         if why := self._ended(path):
             reasons = {
@@ -116,6 +127,9 @@ class Chat:
             raise BadInput(
                 f"another turn behind turn {len(path) - 1}", reasons[why], "go to an earlier turn: chat.go(...)"
             )
+        if self._waits(path):
+            rule = "nobody has answered the last one: the policy would talk to itself"
+            raise BadInput(f"another turn behind turn {len(path) - 1}", rule, "chat.say('...') answers it")
 
     def go(self, turn: Any) -> Chat:
         """Go to a turn of the tree, by itself or by number, so that the next one comes behind it; None: to the
@@ -140,8 +154,8 @@ class Chat:
         return self._add(path, ids, log_probs, str(ending), "policy", version)
 
     def finish(self) -> Chat:
-        """Take turns until the branch has ended. Returns the chat."""
-        while not self.ended:
+        """Take turns until the branch has ended, or waits for you. Returns the chat."""
+        while not (self.ended or self._waits(self.path)):
             self.step()
         return self
 
@@ -253,7 +267,7 @@ class Chat:
             self._sampling,
             environment=resumed,
             max_calls=None if most is None else max(0, most - made),
-            max_turns=self._sampling.max_turns - place,
+            max_turns=1 if self._sampling.environment is Talk else self._sampling.max_turns - place,
             max_new_tokens=self._room(before),
         )
         has_critic = "critic" in self._lab.groups
