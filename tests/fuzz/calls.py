@@ -27,7 +27,7 @@ INTERNAL = {
     "Algorithm": "change_argument define finish go_back go_on load_state need on_policy position rollouts state",
     "WorkerGroup": "become delegate place take_back take_edits",
     "PromptStream": "ahead begin go_back go_on kept",
-    "Buffer": "age choose count forget_unmade load put_back state take_out",
+    "Buffer": "age choose count forget_unmade load part_paused put_back state take_out",
     "ExampleStream": "check take_up",
     "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled of",
@@ -120,7 +120,7 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "lab.prompts.ledger.by": ["prompt", "version"], "lab.prompts.show.prompt": ["1+1=", {"prompt": "a"}],
         "program": ["print(1)"], "tests": ["assert True"], "wb.dial.lab": [lab], "wb.model_card.run": [lab],
         "wb.model_card.role": ["actor"], "instruction_id_list": [["punctuation:no_comma"]],
-        "curves.metrics": ["generate_sequences/response_tokens/mean"], "wb.diff.a": [lab], "wb.sweep.name": ["mine"],
+        "curves.metrics": ["generate_sequences/response_tokens/mean"], "wb.diff.a": [lab], "wb.replay.run": [lab], "wb.sweep.name": ["mine"],
         "train": [lambda seed: 1.0], "wb.sweep.arms": [{"a": {}}], "wb.diff.b": [lab, str(lab.run_folder)],
         "reweigh.weights": [{"a": 1.0}], "compute_reward.weights": [None], "rubric": ["{response}"],
         "model": ["tiny-qwen2"], "one": ["prompt_uid"], "two": ["finished"], "row": ["1+1="],
@@ -176,7 +176,8 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
     found += [_call(f"wb.{name}", getattr(wb, name), values) for name in ("open", "attach", "restore", "stop", "ls")]
     runs = wb.runs(str(lab.run_folder.parents[1]))
     found += [
-        _call(f"wb.{name}", getattr(wb, name), values) for name in ("runs", "dial", "diff", "sweep", "model_card")
+        _call(f"wb.{name}", getattr(wb, name), values)
+        for name in ("runs", "dial", "diff", "sweep", "model_card", "replay")
     ]
     found += [_call(f"runs.{name}", getattr(runs, name), values) for name in ("arms", "curves", "differing")]
     found += [

@@ -46,15 +46,15 @@ IN_TABLE = {
 }  # fmt: skip
 FUNCTIONS = {
     "attach", "ls", "open", "restore", "stop", "protocol", "register", "batched", "Judge", "Tools", "runs", "dial",
-    "diff", "sweep", "model_card",
+    "diff", "sweep", "model_card", "replay",
 }  # fmt: skip
 SETTINGS = {
     "ChatFormat", "ClipCov", "Context", "Correction", "Generation", "KLCov", "Layout", "LoRA", "Model", "Precision",
     "Sampling", "Training",
 }  # fmt: skip
 VALUE = {"PROTOCOLS", "limits"}  # a dict; a decorator that checks by itself, as its process imports little
-# there is nothing of that name, nothing has failed, or the batch has no conversations
-REFUSED = {"batch.turns", "lab.buffer.draw", "lab.release", "algo.insert", "algo.remove", "lab.last_error"}
+# there is nothing of that name, nothing has failed, the batch has no conversations, or the run is this one
+REFUSED = {"wb.replay", "batch.turns", "lab.buffer.draw", "lab.release", "algo.insert", "algo.remove", "lab.last_error"}
 
 
 def one(judgement: str) -> float:

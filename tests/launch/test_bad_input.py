@@ -171,7 +171,7 @@ def needy(prompt: str, response: str, ground_truth: str, *, strict: bool = True)
 
 def test_a_reward_function_that_asks_for_what_no_row_has(lab: wb.Workbench, batch: wb.Batch) -> None:
     message = (
-        "reward function needy takes 'ground_truth'.*by name: answer, ending, prompt, raw_response, response, resp"
+        "reward function needy takes 'ground_truth'.*by name: answer, ending, last_turn, prompt, raw_response, resp"
     )
     with pytest.raises(BadInput, match=message):
         lab.reward.compute_reward(batch, function=needy)
