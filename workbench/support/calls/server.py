@@ -108,7 +108,8 @@ class Calls:
     """Calls of one function, made in threads. A call that gives a coroutine goes on in the event loop and holds no
     thread, so that thousands of them can wait.
 
-    tell: is given ("begun", i), and then ("done", i, value), ("wrong", i, what) or ("raised", i, exception).
+    tell: is given ("begun", i), and then ("done", i, value), ("wrong", i, what) or ("raised", i, exception); in between
+    ("waits", i), and "begun" again, where no thread could start.
     in_main: has the main thread call a function soon; calls that are made one at a time are made there. None: in a
     thread, as others.
     """
@@ -178,6 +179,7 @@ class Calls:
                     if others := len(self._open) > 1:  # who is under way takes it afterwards
                         del self._open[work[0]]
                         self._work.appendleft(work)
+                        self._tell("waits", work[0])
                 if not others:
                     self._end(work, error=error)
 
@@ -188,6 +190,7 @@ class Calls:
                 return None
             work = self._work.popleft()
             self._open[work[0]] = work
+            self._tell("begun", work[0])  # before a "stopped": who is asked to stop waits for it
             return work
 
     def _serve_in_main(self) -> None:
@@ -205,8 +208,7 @@ class Calls:
             work = self._take()
 
     def _call(self, work: Work) -> None:
-        i, invoke, _, arguments = work
-        self._tell("begun", i)
+        _, invoke, _, arguments = work
         _wants_alarm.set([])
         try:
             try:

@@ -292,6 +292,8 @@ class Session:
         self._heard_s = time.monotonic()
         if name == "begun":
             self._open[rest[0]] = self._heard_s
+        elif name == "waits":
+            self._open.pop(rest[0], None)
         elif name == "done":
             self._drop(rest[:1])
             done(*rest)
