@@ -10,7 +10,8 @@ the rollouts. truncated: decoupled PPO, with weights up to 2. second moment: M2P
 
 --speed: rollout workers on a pool of their own, at staleness 0, 1 and 2, and actor and engine on one device beside it;
 on processes, with the seconds of generation and training and the longer of the two, which is the bound. One
-token of --tokens / 5 ends a response, so that lengths have a long tail. Last, responses pause after --pause.
+token of --tokens / 5 ends a response, so that lengths have a long tail; weights hardly change, so that it stays.
+Last, responses pause after --pause.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160, help="most of a response, of --speed")
     parser.add_argument("--pause", type=int, default=24, help="tokens of a part, of --speed")
     arguments = parser.parse_args()
+    if arguments.speed:
+        arguments.rate = 1e-9
     (speed if arguments.speed else learn)(arguments)
 
 

@@ -35,7 +35,7 @@ from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Iterations
 from workbench.display.results import Results
-from workbench.errors import BadInput, StageInterrupted
+from workbench.errors import BadInput, HostDied, StageInterrupted
 from workbench.errors.plain_text import shown
 from workbench.objectives.correction import Correction
 from workbench.objectives.losses import CovarianceLoss
@@ -279,7 +279,8 @@ class Algorithm(StageEdits):
         every: PositiveInt = 1,
     ) -> pd.DataFrame:
         """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
-        up. One that was interrupted in a `run`, or that a checkpoint has, is finished first, and counts.
+        up. One that was interrupted in a `run`, by stop or the death of a host, or that a checkpoint has, is finished
+        first, and counts.
 
         The frame's first columns are what one looks at first: reward and its interval, KL, loss, gradient norm, clip
         fraction, response length. A notebook shows these with their curves, and the others behind a fold;
@@ -335,7 +336,7 @@ class Algorithm(StageEdits):
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt)
+                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and interrupted
                     used = {stage.name for stage in self.graph().stages if stage.updates} & self.made.keys()
                     if not self._under_way and not used:  # it is given up, and its rollouts wait again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from workbench.backends.base import Backend, Pending, answered
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
 from workbench.backends.starting import Wait, join_pools, load_roles
+from workbench.batches.location import ShardId
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
-from workbench.placement import Layout, Placement, Pool
+from workbench.placement import ROLLOUT, Layout, Placement, Pool
 
 
 class Hosts:
@@ -143,13 +144,13 @@ class Hosts:
                 "try again in a while; where it lasts, lab.recover() starts them again",
             )
         if pool.name in self.lost:
-            alone = len(pool.roles) == 1 and role != self.description.lead
+            remedy = "lab.recover() starts it again, and goes on from the last checkpoint"
+            if pool.roles == (ROLLOUT,):
+                remedy = "lab.recover() starts it again: nothing goes back"
+            elif len(pool.roles) == 1 and role != self.description.lead:
+                remedy = f"lab.drop({role!r}) and lab.add(...) it anew: the other roles are whole"
             raise HostDied(
-                f"pool {pool.name!r} was lost in {self.lost[pool.name]}",
-                "its ranks no longer agree",
-                f"lab.drop({role!r}) and lab.add(...) it anew: the other roles are whole"
-                if alone
-                else "lab.recover() starts it again, and goes on from the last checkpoint",
+                f"pool {pool.name!r} was lost in {self.lost[pool.name]}", "its ranks no longer agree", remedy
             )
 
     def clean_up_later(self, pool: str, what: str, pending: Pending) -> None:
@@ -168,7 +169,7 @@ class Hosts:
         lost |= {info.pool for info, pending in asked.items() if not answered(pending)}
         return lost & {info.pool for info in self.infos}
 
-    def forget_shard(self, hosts: Sequence[str], key: str) -> None:
-        """Have hosts forget a shard that no batch refers to, after the stage that they run now."""
-        for host in hosts:
-            self.backend.work(host, "release", [key])
+    def forget_shards(self, shards: Iterable[ShardId | None]) -> None:
+        """Have hosts forget shards that no batch refers to, after the stage that they run now."""
+        for shard in filter(None, shards):
+            self.backend.work(shard.host, "release", [shard.key])

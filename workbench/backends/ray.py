@@ -69,7 +69,7 @@ class RayPending(Pending):
                 f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
                 "lab.memory() and lab.diff(...) say what needs how much; give the models more devices or machines "
                 "(lab.move), or make batches or micro_batch_tokens smaller; "
-                "lab.recover() starts it again, and goes on from the last checkpoint",
+                "lab.recover() starts it again, and goes on from the last checkpoint, or with rollout workers from here",
             ) from error
         except self._ray.exceptions.RayActorError as error:
             _need_head(self._head)
@@ -79,7 +79,7 @@ class RayPending(Pending):
                 if "ray.kill" in str(error)
                 else f"its process ended ({shorten(str(error).splitlines()[-1], SAID)}); "
                 "it was killed, by somebody or because memory ran out, or its code crashed",
-                "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint",
+                "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint, or with rollout workers from here",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error

@@ -198,7 +198,7 @@ class _Times:
         return (at >= 0) & (self.end[at] > times)
 
 
-ACTS = ("move", "saved", "recovered")  # events with the seconds that they took until then
+ACTS = ("move", "saved", "recovered", "restarted")  # events with the seconds that they took until then
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.batches.columns import ColumnValues, Table, describe, nbytes
-from workbench.batches.location import Pull, pack
+from workbench.batches.location import Pull, ShardId, pack
 from workbench.batches.schema import ScoredRows
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import Frame, Raised, chain_of, is_users
@@ -231,8 +231,8 @@ class HostInfo:
 class Call:
     """One rank's part of a stage.
 
-    key: name of the shard that its output becomes. keep: whether the output is part of the stage's result; what other
-    ranks return is dropped. updates, resume_from: whether it updates the role, and where an interrupted update goes on.
+    kept: the shard that its output becomes, of this host or of another; None: it is dropped, as that of ranks which are
+    no part of the result. updates, resume_from: whether it updates the role, and where an interrupted update goes on.
     training: how an update trains the role. all_valid: whether rows that are not valid are refused. pulls: for each set
     of columns, which rows to pull from which shard.
 
@@ -240,11 +240,10 @@ class Call:
     """
 
     run: int
-    key: str
     stage: str
     role: str
     method: str
-    keep: bool = True
+    kept: ShardId | None = None
     batch: str = ""
     pulls: tuple[tuple[tuple[str, ...], tuple[Pull, ...]], ...] = ()
     rows: np.ndarray | None = None

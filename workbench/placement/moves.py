@@ -32,6 +32,7 @@ from workbench.placement.estimate import Models, device_numbers
 from workbench.placement.placement import Placement, host_name
 from workbench.placement.state import OF_OPTIMIZERS, Part, state_of
 from workbench.settings.layout import Layout
+from workbench.settings.roles import ROLLOUT
 
 Action = Literal["stays", "engine", "rebuilt", "moves", "added", "dropped"]
 TAKEN_ALONG = ("rebuilt", "moves")  # with all that the role has learned
@@ -175,9 +176,10 @@ class Moves:
 
     @cached_property
     def shard_successors(self) -> dict[int, int]:
-        """For each place that ends, the place that takes over its batches."""
-        new = [n for n, place in enumerate(self.places) if place.new]
-        takers = new or [n for n, place in enumerate(self.places) if not place.ends]
+        """For each place that ends, the place that takes over its batches: rollout workers keep none."""
+        keepers = {pool.name for pool in self.new.pools if pool.roles != (ROLLOUT,)}
+        there = [n for n, place in enumerate(self.places) if not place.ends and place.pool in keepers]
+        takers = [n for n in there if self.places[n].new] or there
         ending = [n for n, place in enumerate(self.places) if place.ends and place.pool not in self.lost]
         return {n: takers[turn % len(takers)] for turn, n in enumerate(ending)}
 

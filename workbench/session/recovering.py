@@ -1,4 +1,5 @@
-"""`lab.recover`: what died is started again, and all of the workbench goes on from one checkpoint.
+"""`lab.recover`: what died is started again, and all of the workbench goes on from one checkpoint; where only rollout
+workers died, from where it stands.
 
 A later kernel takes up a workbench: batches, stages that went on without their kernel, the place of the algorithm.
 
@@ -63,6 +64,9 @@ def _recover(
 ) -> Checkpoint | None:
     hosts, counters = runner.hosts, runner.counters
     runner.require_alone("recover()", "it puts all roles back")
+    if path is None and (lost := _lost_rollout_pools(hosts, position)):
+        _restart_rollout_workers(runner, lost)
+        return None
     checkpoint = newest(hosts, position) if path is None else find_checkpoint(path)
     if checkpoint is None and not isinstance(hosts.backend, RayBackend):
         raise BadInput(
@@ -96,6 +100,32 @@ def _recover(
     started = f"pool {', '.join(sorted(lost))} started again; " if lost else ""
     print(f"recovered in {time.monotonic() - began:.0f} s: {started}everything is {state}")
     return checkpoint
+
+
+def _lost_rollout_pools(hosts: Hosts, position: Position) -> set[str]:
+    """The pools that are not whole, if they have nothing but rollout workers; else none."""
+    pools = {pool.name for pool in hosts.placement.pools if pool.roles == (ROLLOUT,)}
+    if not pools or position.recovering or hosts.outdated:
+        return set()
+    lost = hosts.lost_pools(ANSWER_S)
+    return lost if lost <= pools else set()
+
+
+def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
+    """Start them again; nothing goes back, as they have learned nothing and keep no rows: see `StageRun`."""
+    began, weights = time.monotonic(), runner.counters.weights
+    with Progress("recovering") as bar:
+        for run in runner.scheduler.open_runs():
+            if run.group.pool.name in lost:
+                run.cancel()
+        bar.note("waiting for the stages under way to end")
+        runner.scheduler.drain()
+        _restart(runner, lost, bar.note)
+    weights[ROLLOUT] = Weights.fresh(weights[ROLLOUT].steps)  # the new ones are sent the actor's
+    runner.ownership.record()
+    seconds = time.monotonic() - began
+    runner.telemetry.append_event("restarted", pools=sorted(lost), seconds=seconds)
+    print(f"recovered in {seconds:.0f} s: pool {', '.join(sorted(lost))} started again; nothing went back")
 
 
 def _put_back(

@@ -152,7 +152,7 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = 
         (names, tuple(pull._replace(shard=pull.shard.now(runner.hosts.shard_successors)) for pull in parts))
         for names, parts in call.pulls
     )
-    call = replace(call, keep=False, pulls=pulls)
+    call = replace(call, kept=None, pulls=pulls)
     rows = "" if call.rows is None else f", {len(call.rows)} rows of {failed.batch.id if failed.batch else ''}"
     print(f"{failed.role}.{failed.stage} as rank {rank} of run {failed.run} was asked{rows}, here:")
     inline = isinstance(runner.hosts.backend, InlineBackend)

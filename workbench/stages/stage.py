@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.batches.batch import Batch
-from workbench.batches.location import Column, Location, Pull, ShardId
+from workbench.batches.location import Column, Location, Pull, ShardId, inherited
 from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.batches.store import Origin, Weights
 from workbench.display.progress import note
@@ -175,7 +175,7 @@ class StageRun(Run):
         aside, inside, _ = self.reported_as.partition("/")
         stage = f"{aside}/{self.stage}" if inside and aside == "evaluate" else self.stage  # spans tell what it costs
         common: dict[str, Any] = {
-            "run": self.number, "key": f"{runner.ownership.controller}-{self.number}", "stage": stage,
+            "run": self.number, "stage": stage,
             "method": self.stage, "updates": operation.updates, "role": self.group.worker_role, "args": self.args,
             "kwargs": self.kwargs, "submitted_s": self.submitted_s, "training": self.training,
         }  # fmt: skip
@@ -209,13 +209,22 @@ class StageRun(Run):
             rows = np.concatenate(chunks)
             calls.append(
                 Call(
-                    **common, batch=batch.id, rows=rows, keep=operation.protocol.joins and rank in collected,
+                    **common, batch=batch.id, rows=rows, kept=self._kept(rank) if operation.protocol.joins and rank in collected else None,
                     pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
                     minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
                     meta=dict(meta), all_valid=operation.counts_all_rows,
                 )
             )  # fmt: skip
         return runner.interrupted.sent(self, calls)
+
+    def _kept(self, rank: int) -> ShardId:
+        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's: they are read
+        there, and a rollout worker that dies takes no rows with it."""
+        host, key = self.group.hosts[rank], f"{self.runner.ownership.controller}-{self.number}"
+        if self.group.role != ROLLOUT:
+            return ShardId(host, key)
+        readers = self.runner.groups.lead.hosts
+        return ShardId(readers[rank % len(readers)], inherited(host, key))
 
     def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
         seed, iteration = self.runner.hosts.description.seed, int(meta.get("iteration", 0))
@@ -361,9 +370,8 @@ class StageRun(Run):
         summaries = agreed_columns(collected, self.writes, self.name)
         if not summaries:
             return self.metrics
-        shards = [ShardId(self.group.hosts[rank], self.calls[rank].key) for rank in self.result_ranks]
-        rows = [self.calls[rank].rows for rank in self.result_ranks]
-        parts = [(shard, mine) for shard, mine in zip(shards, rows, strict=True) if mine is not None]
+        calls = [self.calls[rank] for rank in self.result_ranks]
+        parts = [(call.kept, call.rows) for call in calls if call.kept is not None and call.rows is not None]
         location = Location.of_parts(parts)
         self.runner.batches.shard_counts.hold(location)
         self.meta = collected[0].meta

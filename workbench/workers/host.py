@@ -226,7 +226,7 @@ class Host(Shards):
             with self._while_computing(), self._labels(call.stage, call.run, call.role):
                 output = self._carry_out(call)
                 as_metrics(output.metrics)
-                self._keep(output.columns, replace(call, keep=False))
+                self._keep(output.columns, replace(call, kept=None))
             return output
         finally:
             self.on_progress = listener

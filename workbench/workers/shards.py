@@ -58,9 +58,16 @@ class Shards:
             if len(column) != rows:
                 rule = f"that rank was given {rows}, and an operation returns one row for each, in the same order"
                 raise StageError(f"column {name!r} has {len(column)} rows", rule)
-        if columns and call.keep:
-            with self._lock:
-                self._shards[call.key] = _Shard.of(dict(columns))
+        if columns and call.kept is not None:
+            host, key = call.kept
+            if host == self.info.name:
+                with self._lock:
+                    self._shards[key] = _Shard.of(dict(columns))
+            else:
+                names = ", ".join(columns)
+                with self.recorder.transfer(self.info.name, host, batch=call.batch, columns=names) as moved:
+                    self._peers.call(host, "put", key, to_wire(columns))
+                    moved.bytes = table_bytes(columns)
         return columns
 
     def _pull(self, call: Call, counted: Any) -> Table:
@@ -110,7 +117,7 @@ class Shards:
         return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:
-        """Keep a table that the controller made (prompts)."""
+        """Keep a table that the controller made (prompts), or a rollout worker."""
         with self._lock:
             self._shards[key] = _Shard.of(own_copy(from_wire(wire)))
 
