@@ -2,11 +2,17 @@
 under way; afterwards the iteration has to be that of a run without faults.
 
     python benchmarks/faults.py --trials 250 --state faults.jsonl
+    python benchmarks/faults.py --pools --trials 100 --state pools.jsonl
 
 Each trial begins after iteration 1 of PPO on a tiny model under Ray. The fault comes at a random moment. Then what a
 user would do: the same cell again, `lab.recover()`, or `wb.attach` in another kernel; and the rest of iteration 2, and
 iteration 3. Right: the calls ended as documented, and all metrics, optimizer steps and sums of the weights' bits of
 both iterations are those of the run without faults, none filtered; and no process is left of another placement.
+--pools: rollout workers in a pool of their own generate two iterations ahead, in parts of 5 tokens; they, or the
+trainer, are killed. After the death of the trainer all is as without faults. After that of a rollout worker nothing may
+go back: each prompt is trained on once, all tokens that had been drawn before are in its response, and there are
+as many optimizer steps as without.
+
 Results are added to --state; a later call goes on from there. Needs a C compiler. The exit code is 1 where a trial was
 not right.
 """
@@ -46,6 +52,33 @@ CELLS = {
     "move": f"lab.move(wb.Placement.of({{'poolNUMBER': (1, {ROLES})}}))",
 }
 FAULTS = ("kill kernel", "kill host", "stop host", "interrupt", "take over")
+
+
+AHEAD = (
+    ALGORITHM
+    + """
+POOLS = wb.Placement.of({"train": (1, ["actor", "critic", "reference", "reward"]), "rollout": (1, ["rollout"])})
+def responses(*batches):
+    found = [batch.fetch(["prompt_uid", "response_ids"]) for batch in batches]
+    return {int(uid): row.tolist() for table in found
+            for uid, row in zip(table["prompt_uid"], table["response_ids"].rows())}
+def waiting(lab):
+    return responses(*(one.made.get("begun", one.rollouts) for one in lab.buffer.waiting if "begun" in one.made
+                       or one.whole))
+def ahead(lab, ppo, last, trained):
+    while ppo.iteration < last or ppo.under_way:
+        ppo.run(1, staleness=2, pause_after=5)
+        trained.append(responses(ppo.made["generate_sequences"]))
+    return state(lab, ppo)
+"""
+)
+OPEN_AHEAD = """
+lab = tiny_lab("faults", Path("runs"), if_exists="replace", placement=POOLS, devices=2)
+ppo, trained = algorithm(lab), []
+ahead(lab, ppo, 1, trained)
+out = str(lab.save("one-OPENED").folder)
+"""
+HOSTS = {"kill rollout worker": "rollout-0", "kill trainer": "train-0"}
 
 
 class Faults:
@@ -149,11 +182,82 @@ class Faults:
             self._kernels.close()
 
 
-def drawn(trials: int) -> Iterator[tuple[str, str, float]]:
+class FaultsOfPools(Faults):
+    """One workbench with rollout workers in a pool of their own, which generate ahead."""
+
+    def begin(self) -> None:
+        """Open it, and note what a run without faults gives."""
+        self._open()
+        began = time.monotonic()
+        self._second = self._driver.run(self._rest(2))
+        self._took_s = {"ahead": time.monotonic() - began}
+        self._third = self._driver.run(self._rest(3))
+        self._back()
+
+    def _open(self) -> None:
+        self._opened += 1
+        self._driver = self._kernels.start(AHEAD)
+        self._one = self._driver.run(OPEN_AHEAD.replace("OPENED", str(self._opened)))
+
+    @staticmethod
+    def _rest(last: int) -> str:
+        return f"out = ahead(lab, ppo, {last}, trained)"
+
+    def trial(self, cell: str, fault: str, part: float) -> dict[str, Any]:
+        """Kill a process, after that part of the time that an iteration takes."""
+        row: dict[str, Any] = {"cell": cell, "fault": fault, "part": round(part, 3)}
+        began = time.monotonic()
+        try:
+            row["outcome"] = self._killed(HOSTS[fault], part * self._took_s[cell])
+            self._back()
+            row |= {"right": True, "seconds": round(time.monotonic() - began, 1)}
+        except (AssertionError, TimeoutError) as error:
+            row |= {"right": False, "seconds": round(time.monotonic() - began, 1), "error": str(error)[:2000]}
+            self._driver.kill()
+            self._open()
+        return row
+
+    def _killed(self, host: str, after_s: float) -> str:
+        driver = self._driver
+        pid = driver.run(f"""
+pid = next(p.pid for name, p in lab.hosts.backend.processes.items() if name.startswith({host!r}))
+before, trained = waiting(lab), []
+out = pid
+""")
+        driver.begin(self._rest(2))
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        error, _ = driver.answer()
+        kind = error.split(":")[0]
+        assert error != LOST and kind in ("HostDied", "StageError", "UpstreamError", ""), error
+        if host == "train-0":
+            self._back()
+            same(driver.run(self._rest(2)), self._second)
+            same(driver.run(self._rest(3)), self._third)
+            return kind or "done before"
+        assert driver.run("out = lab.recover()") is None
+        second, third = driver.run(self._rest(2)), driver.run(self._rest(3))
+        for found, clean in ((second, self._second), (third, self._third)):
+            assert (found[0], found[2]) == (clean[0], clean[2]), f"{found[0]}, {found[2]} in place of {clean[2]}"
+        before, trained, waiting = driver.run("out = before, trained, waiting(lab)")
+        known: dict[int, list[int]] = dict(waiting)
+        for drawn_there in trained:
+            assert not known.keys() & drawn_there.keys(), "trained on twice"
+            known |= drawn_there
+        lost = {uid: ids for uid, ids in before.items() if known.get(uid, [])[: len(ids)] != ids}
+        assert not lost, f"tokens were lost: {lost}"
+        assert sorted(known) == [*range(min(known), max(known) + 1)], f"prompts {sorted(known)}"
+        return kind or "done before"
+
+
+def drawn(trials: int, pools: bool) -> Iterator[tuple[str, str, float]]:
     """What the trials are: the same for every call."""
     dice = random.Random(8)
-    for _ in range(trials):
-        yield dice.choices(list(CELLS), [5, 2, 3])[0], dice.choice(FAULTS), dice.random()
+    for number in range(trials):
+        if pools:
+            yield "ahead", list(HOSTS)[number % 2], dice.random()
+        else:
+            yield dice.choices(list(CELLS), [5, 2, 3])[0], dice.choice(FAULTS), dice.random()
 
 
 def main() -> int:
@@ -161,16 +265,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="in all, those in --state included")
     parser.add_argument("--state", type=Path, default=Path("runs/faults.jsonl"), help="results, a line a trial")
+    parser.add_argument("--pools", action="store_true", help="kill rollout workers, and the trainer beside them")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long; a later call goes on")
     arguments = parser.parse_args()
     arguments.state.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in arguments.state.read_text().splitlines()] if arguments.state.exists() else []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, arguments.state.open("a") as state:
-        faults = Faults(Path(folder))
+        faults = (FaultsOfPools if arguments.pools else Faults)(Path(folder))
         try:
             faults.begin()
-            for cell, fault, part in list(drawn(arguments.trials))[len(rows) :]:
+            for cell, fault, part in list(drawn(arguments.trials, arguments.pools))[len(rows) :]:
                 if arguments.minutes is not None and time.monotonic() - began > 60 * arguments.minutes:
                     break
                 rows.append(faults.trial(cell, fault, part))

@@ -21,7 +21,8 @@ from workbench.placement.change import PlacementChange
 from workbench.placement.placement import named_placements
 from workbench_widgets.view import View, button, entry, whole_number
 
-SUGGESTED = ("quickest", "second", "third")
+# by iterations that generation runs ahead, the names of the quickest placements
+SUGGESTED = {0: ("quickest", "second", "third"), 1: ("one ahead",)}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Offer:
 
 def offers(lab: Any) -> list[Offer]:
     """The placements with a name, then the quickest by the cost model that is fitted to this workbench, of which there
-    are none before `lab.calibrate()`. Not priced yet."""
+    are none before `lab.calibrate()`; last the quickest one for `run(n, staleness=1)`. Not priced yet."""
     description = lab.description
     roles = [description.lead, *(role for role in lab.placement.roles if role != description.lead)]
     devices = 1 if description.backend == "inline" else description.devices or lab.placement.devices
@@ -49,21 +50,21 @@ def offers(lab: Any) -> list[Offer]:
             found.append(Offer(name, None, f"{placement.value}: {placement.rule}"))
         else:
             found.append(_predicted(lab, Offer(name, placement)))
-    if lab.placement.has_rollout:  # the search does not place rollout workers
-        return found
-    try:
-        quickest = lab.suggest(devices=devices, top=len(SUGGESTED))
-    except WorkbenchError:
-        return found
-    # by the same simulation as the others: calls of different pools overlap, which the search does not count on
-    suggested = [_predicted(lab, Offer("", plan.placement)) for plan in quickest]
-    suggested.sort(key=lambda offer: offer.predicted_s or 0.0)
-    return found + [replace(offer, name=name) for name, offer in zip(SUGGESTED, suggested, strict=False)]
+    for staleness, names in SUGGESTED.items():
+        try:
+            quickest = lab.suggest(devices=devices, top=len(names), staleness=staleness)
+        except WorkbenchError:
+            continue
+        # by the same simulation as the others: calls of different pools overlap, which the search does not count on
+        suggested = [_predicted(lab, Offer("", plan.placement), staleness) for plan in quickest]
+        suggested.sort(key=lambda offer: offer.predicted_s or 0.0)
+        found += [replace(offer, name=name) for name, offer in zip(names, suggested, strict=False)]
+    return found
 
 
-def _predicted(lab: Any, offer: Offer) -> Offer:
+def _predicted(lab: Any, offer: Offer, staleness: int = 0) -> Offer:
     try:
-        return replace(offer, predicted_s=float(lab.predict(offer.placement).iteration_s))
+        return replace(offer, predicted_s=float(lab.predict(offer.placement, staleness=staleness).iteration_s))
     except WorkbenchError as error:
         return replace(offer, unpredicted=str(error))
 
@@ -457,8 +458,8 @@ def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> 
         )
         rows.append(row | ({"": Markup(take)} if controls else {}))
     caption = (
-        "placements with a name, and the quickest; an iteration as predicted from what was timed here, what would move "
-        "from what is live, and how long that takes"
+        "placements with a name, and the quickest; one ahead: for run(n, staleness=1); an iteration as predicted from "
+        "what was timed here, what would move from what is live, and how long that takes"
     )
     suggest, does = "", ""
     if controls:

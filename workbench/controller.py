@@ -365,8 +365,8 @@ class Workbench:
         `lab.actor`, `lab`, the algorithm; the next iteration is the one that would have come after the checkpoint. The
         checkpoint; None: there was none, and the workbench is as it was opened.
 
-        Where only rollout workers died, in a pool of their own, nothing goes back: they are started again, and what they
-        had not finished is generated again. None is returned.
+        Where only rollout workers died, in a pool of their own, nothing goes back: they are started again, and what
+        they had not finished is generated again. None is returned.
 
         path: another checkpoint than the newest of `lab.save`, `lab.autosave` and the one that it was resumed from.
         Only pools that are no longer whole get new processes, and lose the batches that they kept. All do without a

@@ -3,6 +3,8 @@ one process."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from workbench.backends import registry
+from workbench.errors import HostDied
 
 pytestmark = pytest.mark.slow
 MODELS = {"actor": TINY, "reward": vowels}
@@ -82,8 +85,12 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
         with wb.attach("stale-pools") as again:
             assert again is not lab and len(again.buffer) == 4
             algorithm = grpo(again)
-            assert differing(algorithm.run(1), expected[2]) == []
-            assert differing(algorithm.run(3, **PAUSING), expected[3]) == []
+            os.kill(again.hosts.backend.processes["rollout-0"].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            assert differing(algorithm.run(1), expected[2]) == []  # rollouts wait where they are trained on
+            with pytest.raises(HostDied, match="nothing goes back"):
+                algorithm.run(3, **PAUSING)
+            assert again.recover() is None
+            assert differing(algorithm.run(3, **PAUSING), expected[3]) == []  # nothing went back
 
 
 def differing(found: Any, expected: Any) -> list[tuple[int, str]]:

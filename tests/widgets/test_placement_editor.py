@@ -199,12 +199,15 @@ def test_the_quickest_placements_are_suggested_and_taken(shared: Any) -> None:
     editor.act("suggest", {})
     html = drawn(editor)
     offers = {offer.name: offer for offer in editor._costs.offers}
-    assert list(offers) == ["colocate", "split", "standalone", "quickest", "second", "third"]
+    assert list(offers) == ["colocate", "split", "standalone", "quickest", "second", "third", "one ahead"]
     found = [plan.placement for plan in shared.suggest(devices=shared.description.devices or 1)]
     suggested = [offers[name] for name in ("quickest", "second", "third")]
     assert all(offer.placement in found for offer in suggested)
     assert [offer.predicted_s for offer in suggested] == sorted(offer.predicted_s for offer in suggested)
     assert offers["colocate"].predicted_s == shared.predict(offers["colocate"].placement).iteration_s
+    ahead = offers["one ahead"]
+    assert ahead.placement == shared.suggest(staleness=1).best.placement and ahead.placement.has_rollout
+    assert ahead.predicted_s == shared.predict(ahead.placement, staleness=1).iteration_s
     assert "take quickest" in html and "predicted:" not in html and "not predicted" not in html
     editor.act("take", {"name": "second"})
     assert editor.draft == offers["second"].placement

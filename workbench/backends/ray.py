@@ -31,6 +31,7 @@ END_GRACE_S = 10
 SAID = 160  # characters of what Ray says of it
 LOOK_S = 0.5  # so often is it asked whether the head lives
 POLL_S = 0.2
+BACK = "lab.recover() starts it again, and goes on from the last checkpoint, or after rollout workers from here"
 # What a kernel that does not drive a workbench may ask its hosts.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
@@ -68,8 +69,7 @@ class RayPending(Pending):
                 f"host {self._host} is gone",
                 f"its machine ran out of memory, and Ray ended it ({shorten(str(error).splitlines()[0], SAID)})",
                 "lab.memory() and lab.diff(...) say what needs how much; give the models more devices or machines "
-                "(lab.move), or make batches or micro_batch_tokens smaller; "
-                "lab.recover() starts it again, and goes on from the last checkpoint, or with rollout workers from here",
+                "(lab.move), or make batches or micro_batch_tokens smaller; " + BACK,
             ) from error
         except self._ray.exceptions.RayActorError as error:
             _need_head(self._head)
@@ -79,7 +79,7 @@ class RayPending(Pending):
                 if "ray.kill" in str(error)
                 else f"its process ended ({shorten(str(error).splitlines()[-1], SAID)}); "
                 "it was killed, by somebody or because memory ran out, or its code crashed",
-                "see lab.logs(); lab.recover() starts it again, and goes on from the last checkpoint, or with rollout workers from here",
+                f"see lab.logs(); {BACK}",
             ) from error
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error

@@ -209,7 +209,8 @@ class StageRun(Run):
             rows = np.concatenate(chunks)
             calls.append(
                 Call(
-                    **common, batch=batch.id, rows=rows, kept=self._kept(rank) if operation.protocol.joins and rank in collected else None,
+                    **common, batch=batch.id, rows=rows,
+                    kept=self._kept(rank) if operation.protocol.joins and rank in collected else None,
                     pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
                     minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
                     meta=dict(meta), all_valid=operation.counts_all_rows,
