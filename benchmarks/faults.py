@@ -242,7 +242,8 @@ out = pid
         before, trained, waiting = driver.run("out = before, trained, waiting(lab)")
         known: dict[int, list[int]] = dict(waiting)
         for drawn_there in trained:
-            assert not known.keys() & drawn_there.keys(), "trained on twice"
+            twice = known.keys() & drawn_there.keys()
+            assert not twice, f"prompts {sorted(twice)} were trained on twice, after {error}"
             known |= drawn_there
         lost = {uid: ids for uid, ids in before.items() if known.get(uid, [])[: len(ids)] != ids}
         assert not lost, f"tokens were lost: {lost}"

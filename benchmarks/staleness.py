@@ -74,7 +74,8 @@ def open_lab(name: str, arguments: argparse.Namespace, seed: int, **options: Any
 def learn(arguments: argparse.Namespace) -> None:
     """Prints a line an arm: the mean reward of all iterations and of the last quarter, the responses until an iteration
     has a mean of a half, and the effective sample size of all iterations."""
-    options: dict[str, Any] = {"prompts": 4, "samples": 8, "sampling": wb.Sampling(max_new_tokens=16)}
+    sampling = wb.Sampling(max_new_tokens=16)
+    options: dict[str, Any] = {"prompts": 4, "samples": arguments.samples, "sampling": sampling}
     last = max(1, arguments.iterations // 4)
     print(f"{'staleness':>9}  {'correction':16} {'seed':>4} {'mean':>6} {'last':>6} {'to 0.5':>6} {'size':>5}")
     for seed in arguments.seeds:
@@ -86,7 +87,8 @@ def learn(arguments: argparse.Namespace) -> None:
                     frame = ARMS[name](lab, **options).run(arguments.iterations, staleness=staleness)
                     reward = frame[REWARD].to_numpy()
                     size = frame[SIZE].mean() if SIZE in frame else np.nan
-                    half = 32 * (1 + int(np.argmax(reward >= 0.5))) if (reward >= 0.5).any() else "never"
+                    first = 1 + int(np.argmax(reward >= 0.5))
+                    half = 4 * arguments.samples * first if (reward >= 0.5).any() else "never"
                     print(
                         f"{staleness:>9}  {name:16} {seed:>4} {reward.mean():6.3f} {reward[-last:].mean():6.3f} "
                         f"{half:>6} {size:5.2f}",
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--model", default="tiny-llama-tied")
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--samples", type=int, default=8, help="of each of 4 prompts")
     parser.add_argument("--tokens", type=int, default=160, help="most of a response, of --speed")
     parser.add_argument("--pause", type=int, default=24, help="tokens of a part, of --speed")
     arguments = parser.parse_args()

@@ -35,7 +35,7 @@ from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Iterations
 from workbench.display.results import Results
-from workbench.errors import BadInput, HostDied, StageInterrupted
+from workbench.errors import BadInput, StageInterrupted
 from workbench.errors.plain_text import shown
 from workbench.objectives.correction import Correction
 from workbench.objectives.losses import CovarianceLoss
@@ -334,11 +334,13 @@ class Algorithm(StageEdits):
                     with self.lab.overlap():
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
+                    updates = {stage.name for stage in self.graph().stages if stage.updates}
+                    used = any(_has_begun(made) for name, made in self.made.items() if name in updates)
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
-                    self._interrupted = self._under_way = self._under_way and interrupted
-                    used = {stage.name for stage in self.graph().stages if stage.updates} & self.made.keys()
+                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt)
+                    goes_on = interrupted or bool(self.lab.runner.hosts.lost)  # after `recover`
+                    self._interrupted = self._under_way = self._under_way and goes_on
                     if not self._under_way and not used:  # it is given up, and its rollouts wait again
                         self.lab.buffer.put_back(self._from_buffer)
                         self._from_buffer = ()
@@ -430,6 +432,11 @@ def _is_there(made: Any) -> bool:
         made.settle(wait=False)
         return not made.pending
     return not isinstance(made, Run) or made.state == "done"
+
+
+def _has_begun(made: Any) -> bool:
+    """Whether an update, which may be pending, has been sent to its ranks."""
+    return not isinstance(made, Run) or bool(made.calls)
 
 
 GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
