@@ -230,8 +230,10 @@ def _rank_failure(ranks: list[int], failures: Mapping[int, Failure]) -> RankFail
     )
 
 
-def input_failed(consumer: str, producer: str, error: BaseException | None) -> UpstreamError:
+def input_failed(consumer: str, producer: str, error: BaseException | None) -> WorkbenchError:
     """The error of a stage that needs the result of another. error: that one's; None: it was cancelled."""
+    if isinstance(error, HostDied):
+        return HostDied(f"{consumer} was not run: {error.value}", error.rule, error.remedy)
     if isinstance(error, UpstreamError):  # the first cause is further up
         cause = UpstreamError(f"{consumer} was not run", error.rule, error.remedy)
         cause.__cause__ = error.__cause__
