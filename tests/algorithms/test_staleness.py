@@ -380,7 +380,7 @@ def test_what_cannot_run_ahead_is_refused(opened: Opened) -> None:
         algorithm.run(1, staleness=-1)
     with expect_error(BadInput, value="staleness='1'"):
         algorithm.run(1, staleness="1")  # type: ignore[arg-type]
-    with expect_error(BadInput, value="pause_after=4 with staleness=0", remedy=r"run\(1, staleness=1, pause_after=4\)"):
+    with expect_error(BadInput, value="pause_after=4 with staleness=0", remedy=r"run\(1, staleness=2, pause_after=4\)"):
         algorithm.run(1, pause_after=4)
     with expect_error(
         BadInput, value="ReMax with pause_after", rule="one generation; here by generate_greedy, generate_s"

@@ -192,7 +192,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
     rows = [(ShardId("p-0", "k"), np.array([0, 2, 4])), (ShardId("p-1", "k"), np.array([1, 3, 5]))]
     location = Location.of_parts(rows)
     call = Call(
-        run=1, key="out", stage="read", role="reader", method="read", rows=np.array([4, 1, 0]),
+        run=1, stage="read", role="reader", method="read", rows=np.array([4, 1, 0]),
         pulls=tuple(
             (names, tuple(place.pulls(np.array([4, 1, 0]))))
             for names, place in ((("new", "newer"), location.kept_as("old")), (("ids",), location))

@@ -106,7 +106,7 @@ def test_a_call_for_consecutive_rows_is_small_and_arrives_whole() -> None:
     shard = ShardId("a-0", "key")
     location = Location.of_parts([(shard, np.arange(200_000))])
     call = Call(
-        run=1, key="k", stage="s", role="actor", method="m", rows=rows, sample=np.arange(100_000) % 7,
+        run=1, stage="s", role="actor", method="m", rows=rows, sample=np.arange(100_000) % 7,
         pulls=((("uid",), tuple(location.pulls(rows))),),
     )  # fmt: skip
     sent = pickle.dumps(call)

@@ -42,7 +42,7 @@ def test_an_exception_that_does_not_pickle_arrives_as_text() -> None:
 def test_a_call_arrives_as_it_was_sent() -> None:
     shard, rows = ShardId("pool-0", "k"), np.array([4, 5, 6, 1])
     pulls = ((("rewards",), (Pull(shard, rows, np.arange(4), "scores"),)), (("values",), (Pull(shard, rows, rows),)))
-    call = Call(run=1, key="k1", stage="s", role="actor", method="m", pulls=pulls, rows=rows, sample=rows - 1)
+    call = Call(run=1, stage="s", role="actor", method="m", pulls=pulls, rows=rows, sample=rows - 1)
     sent: Call = pickle.loads(pickle.dumps(call))
     for (names, mine), (others, theirs) in zip(call.pulls, sent.pulls, strict=True):
         assert names == others

@@ -310,7 +310,7 @@ class Algorithm(StageEdits):
                 raise BadInput(
                     f"pause_after={pause_after} with staleness=0",
                     "an iteration that generates what it trains on needs whole responses",
-                    f"write run({iterations}, staleness=1, pause_after={pause_after})",
+                    f"write run({iterations}, staleness=2, pause_after={pause_after})",
                 )
             check_can_pause(self.graph())
         self.lab.take_edits()
