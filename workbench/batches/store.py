@@ -137,7 +137,7 @@ class Store:
         if self._most_bytes > self.limit_bytes:
             self._most_bytes = self.resident_bytes()
         too_large = self._most_bytes > self.limit_bytes
-        count = sum(entry.kept is not None for entry in self._entries.values())
+        count = sum(entry.kept is not None for entry in list(self._entries.values()))  # another thread may add
         too_many = count > self.limit_batches
         for name, entry in list(self._entries.items()):
             too_large = too_large and self._most_bytes > (1 - SLACK) * self.limit_bytes
@@ -165,7 +165,7 @@ class Store:
 
     def release(self, name: str) -> list[str]:
         """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
-        gone = {full: entry for full, entry in self._entries.items() if name in (full, full.rpartition(" ")[0])}
+        gone = {full: entry for full, entry in list(self._entries.items()) if name in (full, full.rpartition(" ")[0])}
         if not gone:
             raise self._unknown(name)
         for full in gone:
@@ -177,7 +177,7 @@ class Store:
 
     def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
         """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""
-        newest = (known for known in reversed(self._entries) if known.startswith(f"{name} v"))
+        newest = (known for known in reversed(list(self._entries)) if known.startswith(f"{name} v"))
         full = name if name in self._entries else next(newest, "")
         if not full:
             raise self._unknown(name)
