@@ -115,9 +115,8 @@ def test_bad_input(lab: wb.Workbench) -> None:
     with expect_error(BadInput, value="groups=0"):
         buffer.draw(0)
     buffer.clear()
-    buffer.add(generated(lab, pause_after=1))
-    assert "0 groups, 2 under way of 1 iterations" in repr(buffer)
-    with expect_error(BadInput, rule="0 groups wait, and 2 under way", remedy="resume=True"):
-        buffer.draw(2)
+    with expect_error(BadInput, value="2 groups have responses that paused", remedy="resume=True"):
+        buffer.add(generated(lab, pause_after=1))
+    assert len(buffer.df()) == 0
     with expect_error(BadInput, value="max_staleness=-1"):
         buffer.may_start(1, -1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from workbench.algorithms.buffer import BEGUN, UNKNOWN, WaitingRollouts, rollouts_of
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
+from workbench.algorithms.waiting import BEGUN, UNKNOWN, WaitingRollouts, rollouts_of
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.display.interrupts import uninterrupted

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.algorithms.buffer import end_to_end
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import GroupSize, RolloutAlgorithm
+from workbench.algorithms.waiting import end_to_end
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged
 from workbench.objectives.estimators import response_scores

@@ -25,11 +25,11 @@ from workbench.algorithms.ahead import (
     front,
     keeping,
 )
-from workbench.algorithms.buffer import WaitingRollouts
 from workbench.algorithms.edits import StageEdits
 from workbench.algorithms.graph import Graph, Stage
 from workbench.algorithms.lab import Lab
 from workbench.algorithms.live_fields import note_settings, recording
+from workbench.algorithms.waiting import WaitingRollouts
 from workbench.batches.batch import Batch
 from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted

@@ -1,0 +1,206 @@
+"""Rollouts that wait to be trained on: what the stages up to generation made for one iteration to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.batches.batch import Batch
+from workbench.batches.columns import Ragged
+from workbench.messages.metrics import MetricValues
+from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
+from workbench.workers.rollout_columns import PAUSED
+
+UNKNOWN = -1  # the weights version of rollouts that do not say which weights drew them
+BEGUN = "begun"  # beside stages in `made`: the rows with which the generation under way goes on
+
+
+@dataclass(kw_only=True, eq=False)
+class WaitingRollouts:
+    """What is there of one iteration to come.
+
+    iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
+    made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
+    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. drawn_in: the iteration in
+    which its responses were drawn last.
+    """
+
+    iteration: int
+    stages: tuple[str, ...] = ()
+    made: dict[str, Batch] = field(default_factory=dict)
+    metrics: dict[str, MetricValues] = field(default_factory=dict)
+    times_drawn: np.ndarray | None = None
+    drawn_in: int = 0
+    _rows: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its stages have run."""
+        return bool(self.made) and all(stage in self.made for stage in self.stages)
+
+    def made_by(self, stages: Sequence[str] | None) -> bool:
+        """Whether it is whole, and these stages made it; None: any stages."""
+        return self.whole and (stages is None or self.stages == tuple(stages))
+
+    @property
+    def paused(self) -> list[int]:
+        """The prompts of its groups with a response that has paused. Waits until the responses are drawn."""
+        if "token_versions" not in self.rollouts.names:
+            return []
+        return list(dict.fromkeys(self.rows["prompt_uid"][self.rows["paused"]].tolist()))
+
+    @property
+    def group_count(self) -> int:
+        """How many groups it has; a row of the first batch of an iteration is a prompt."""
+        if self.stages and self.times_drawn is None:
+            return self.made[self.stages[0]].rows
+        return len(self.groups())
+
+    @property
+    def rollouts(self) -> Batch:
+        """The batch with the responses."""
+        return self.made[self.stages[-1]] if self.stages else next(iter(self.made.values()))
+
+    @property
+    def version(self) -> int:
+        """The optimizer steps of the actor's weights that drew it; of several, of the oldest."""
+        if "token_versions" in self.rollouts.names:
+            return int(self.rows["weights_version"].min())
+        return int(self.rollouts.meta.get("weights_version", UNKNOWN))
+
+    @property
+    def rows(self) -> Mapping[str, np.ndarray]:
+        """What is known of each row of the rollouts: `prompt_uid`, `weights_version` of its tokens, of several the
+        oldest, `response_tokens`, `reward` (NaN before it is scored), and whether it has `paused`."""
+        if self._rows is None:
+            batch = self.rollouts
+            read = ("prompt_uid", "rewards", "token_versions", "ending")
+            table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves them unknown
+            self.made.pop(BEGUN, None)  # that is over
+            rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
+            endings: Any = table.get("ending", [""] * batch.rows)
+            if isinstance(rewards, Ragged):
+                rewards = np.array([float(row.double().sum()) for row in rewards.rows()])
+            version = int(batch.meta.get("weights_version", UNKNOWN))
+            versions = np.full(batch.rows, version)
+            if isinstance(of_tokens := table.get("token_versions"), Ragged):
+                versions = np.array([int(row.min()) if len(row) else version for row in of_tokens.rows()])
+            self._rows = {
+                "prompt_uid": np.asarray(table["prompt_uid"]),
+                "weights_version": versions,
+                "response_tokens": batch.lengths("response_ids"),
+                "reward": np.asarray(torch.as_tensor(rewards).double()),
+                "paused": np.array([ending == PAUSED for ending in endings]),
+            }
+        return self._rows
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """How often each row was drawn."""
+        if self.times_drawn is None:
+            self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
+        return self.times_drawn
+
+    def groups(self) -> list[int]:
+        """The prompts of its groups, in order."""
+        return list(dict.fromkeys(self.rows["prompt_uid"].tolist()))
+
+    def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
+        """Of each batch the rows of these prompts."""
+        wanted, made = list(uids), dict[str, Batch]()
+        kept = np.flatnonzero(np.isin(self.rows["prompt_uid"], wanted))
+        for stage, batch in self.made.items():
+            there = np.asarray(batch.fetch(["prompt_uid"])["prompt_uid"])
+            made[stage] = batch.take(np.flatnonzero(np.isin(there, wanted)))
+        rows = {name: column[kept] for name, column in self.rows.items()}
+        return WaitingRollouts(
+            iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
+            times_drawn=self.drawn[kept], drawn_in=self.drawn_in, _rows=rows,
+        )  # fmt: skip
+
+    def forget_unmade(self) -> None:
+        """Leave out what a stage that was stopped, or failed, never made."""
+        for stage, batch in list(self.made.items()):
+            batch.settle(wait=False)
+            if batch.pending:
+                del self.made[stage]
+
+    def state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """It as plain values, for checkpoints and for the next kernel. kept: what it has made, in the form in which
+        that is kept."""
+        return {
+            "iteration": self.iteration,
+            "stages": list(self.stages),
+            "made": dict(kept),
+            "metrics": {stage: dict(values) for stage, values in self.metrics.items()},
+            "times_drawn": None if self.times_drawn is None else self.times_drawn.tolist(),
+            "drawn_in": self.drawn_in,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], made: Mapping[str, Batch]) -> WaitingRollouts:
+        """What `state` described. made: its batches."""
+        drawn = state["times_drawn"]
+        return cls(
+            iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
+            metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), drawn_in=state["drawn_in"],
+        )  # fmt: skip
+
+
+def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
+    """What waits, as rollouts of an iteration: several end to end, stage by stage. The meta of rows that several
+    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
+    first = parts[0]
+    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
+        return first
+    made, oldest = {}, min(part.version for part in parts)
+    for stage in first.made:
+        batch = end_to_end([part.made[stage] for part in parts])
+        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
+        if told and any(part.version != oldest for part in parts):
+            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
+        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
+    return WaitingRollouts(
+        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
+        times_drawn=np.concatenate([part.drawn for part in parts]),
+        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+    )  # fmt: skip
+
+
+def end_to_end(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches. Where only some were drawn in parts, what tells of the parts is left out."""
+    in_parts = {set(PART_COLUMNS) <= set(batch.names) for batch in batches}
+    return Batch.concat(batches if len(in_parts) == 1 else [_without_parts(batch) for batch in batches])
+
+
+def _without_parts(batch: Batch) -> Batch:
+    return batch.select(*(name for name in batch.names if name not in PART_COLUMNS))
+
+
+def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
+    """Of several generations: the largest of what is a largest, else the mean, each weighed with the rows that it has
+    here. A part of a generation tells what the whole of it did."""
+    rows, found = np.array([len(part.rows["prompt_uid"]) for part in parts]), dict[str, MetricValues]()
+    for stage in parts[0].metrics:
+        told = [part.metrics.get(stage, MetricValues()) for part in parts]
+        found[stage] = MetricValues()
+        for name in told[0]:
+            there = np.array([one.get(name, np.nan) for one in told])
+            largest = name.rpartition("/")[2].startswith("max")
+            known = ~np.isnan(there)
+            weighed = np.average(there[known], weights=rows[known]) if known.any() else np.nan
+            found[stage][name] = float(there[known].max() if largest and known.any() else weighed)
+    return found
+
+
+Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and which of its prompts; None: all
+
+
+def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
+    """Groups that were chosen as those of one iteration."""
+    return joined([found if uids is None else found.with_groups(uids) for found, uids in chosen], iteration)
