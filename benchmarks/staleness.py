@@ -9,7 +9,8 @@ weights, and takes old rollouts for their own. around behaviour: PPO's ratio and
 the rollouts. truncated: decoupled PPO, with weights up to 2. second moment: M2PO, whose mask takes the place of a clip.
 
 --speed: rollout workers on a pool of their own, at staleness 0, 1 and 2, and actor and engine on one device beside it;
-on processes, with the seconds of generation and training and the longer of the two, which is the bound. One
+on processes, with the seconds of generation and training and the longer of the two, which is the bound; with what
+rollout workers spend on taking weights, and what the cost model predicts from the synchronous iterations. One
 token of --tokens / 5 ends a response, so that lengths have a long tail; weights hardly change, so that it stays.
 Last, responses pause after --pause.
 """
@@ -104,7 +105,7 @@ def seconds_of(lab: wb.Workbench, stages: tuple[str, ...], iterations: int) -> f
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    """Prints the seconds of an iteration on split pools at staleness 0 and 1, and on one device."""
+    """Prints the seconds of an iteration on split pools at staleness 0, 1 and 2, and on one device."""
     split = wb.Placement.of({"train": (1, ["actor", "reward"]), "rollout": (1, ["rollout"])})
     one = wb.Placement.of({"shared": (1, ["actor", "reward"])})
     vocabulary = len(load_tokenizer(arguments.model))
@@ -113,6 +114,7 @@ def speed(arguments: argparse.Namespace) -> None:
     options: dict[str, Any] = {"prompts": 4, "samples": 4, "sampling": sampling}
     training = ("compute_log_prob", "compute_reward", "compute_advantages", "update_actor", "publish_weights")
     arms = [("one device", one, 0, None), *(("split", split, k, None) for k in (0, 1, 2))]
+    predicted = float("nan")
     for name, placement, staleness, pause_after in (*arms, ("split", split, 2, arguments.pause)):
         with open_lab("staleness-speed", arguments, 0, placement=placement, devices=len(placement.pools)) as lab:
             grpo = wb.GRPO(lab, correction=wb.Correction(), **options)
@@ -121,12 +123,17 @@ def speed(arguments: argparse.Namespace) -> None:
             taken = frame.attrs["seconds"][first:]
             made = arguments.iterations + first
             generating = seconds_of(lab, ("generate_sequences", "receive_weights"), made + staleness)
+            taking = seconds_of(lab, ("receive_weights",), made + staleness)
             busy = seconds_of(lab, training, made)
+            if placement is split and not staleness:
+                lab.calibrate()
+                predicted = lab.predict(split, staleness=1).iteration_s
         pauses = "" if pause_after is None else f", pauses after {pause_after}"
         print(
             f"{name:10} staleness={staleness}{pauses}: {statistics.median(taken):6.2f} s an iteration "
             f"({min(taken):.2f} to {max(taken):.2f}); generation {generating:.2f} s, training {busy:.2f} s, "
-            f"the longer {max(generating, busy):.2f} s",
+            f"the longer {max(generating, busy):.2f} s; taking weights {taking:.2f} s"
+            + (f"; predicted {predicted:.2f} s an iteration" if staleness else ""),
             flush=True,
         )
 

@@ -62,11 +62,11 @@ class EpochRows(Generic[R]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the rows stand, as plain values (JSON will do)."""
-        return {"position": self.position, **self._identity()}
+        return {"position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken. Raises `BadInput` if these rows are others, or in another order."""
-        differ = [key for key, value in self._identity().items() if state.get(key) != value]
+        differ = [key for key, value in self._identity.items() if state.get(key) != value]
         if differ:
             raise BadInput(
                 f"the saved {self._called} differ in {', '.join(differ)}",
@@ -76,8 +76,9 @@ class EpochRows(Generic[R]):
         whole("position", state.get("position"), 0)  # type: ignore[arg-type]
         self.position = state["position"]
 
+    @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What the order of the rows depends on."""
+        """What the order of the rows depends on; each stage records it."""
         digest = hashlib.sha256()
         for row in self.rows:
             for numbers in self.numbers_of(row):
