@@ -136,7 +136,7 @@ class Prompts(PromptReader, EpochRows[PromptRow]):
         """One line on what came of the source, such as "1997 prompts, 3 over 512 tokens dropped"."""
         return ", ".join([f"{len(self)} {'prompt' if len(self) == 1 else 'prompts'}", *self.counts()])
 
-    @property
+    @functools.cached_property
     def extra_columns(self) -> tuple[str, ...]:
         """The data set's columns other than the prompt, in order of appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.extra))
