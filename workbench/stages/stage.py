@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.batches.batch import Batch
-from workbench.batches.location import Column, Location, Pull, ShardId, inherited
+from workbench.batches.location import Column, Location, Pull, ShardId
 from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.batches.store import Origin, Weights
 from workbench.display.progress import note
@@ -221,11 +221,10 @@ class StageRun(Run):
     def _kept(self, rank: int) -> ShardId:
         """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's: they are read
         there, and a rollout worker that dies takes no rows with it."""
-        host, key = self.group.hosts[rank], f"{self.runner.ownership.controller}-{self.number}"
-        if self.group.role != ROLLOUT:
-            return ShardId(host, key)
-        readers = self.runner.groups.lead.hosts
-        return ShardId(readers[rank % len(readers)], inherited(host, key))
+        key, hosts = f"{self.runner.ownership.controller}-{self.number}", self.group.hosts
+        if self.group.role == ROLLOUT:
+            key, hosts = f"{key}-{rank}", self.runner.groups.lead.hosts
+        return ShardId(hosts[rank % len(hosts)], key)
 
     def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
         seed, iteration = self.runner.hosts.description.seed, int(meta.get("iteration", 0))
