@@ -56,9 +56,7 @@ class WaitingRollouts:
     @property
     def group_count(self) -> int:
         """How many groups it has; a row of the first batch of an iteration is a prompt."""
-        if self.stages and self.times_drawn is None:
-            return self.made[self.stages[0]].rows
-        return len(self.groups())
+        return self.made[self.stages[0]].rows if self.stages else len(self.groups())
 
     @property
     def rollouts(self) -> Batch:
