@@ -18,7 +18,7 @@ from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
 from workbench.messages.metrics import MetricValues, reported
 from workbench.stages.group import GroupOperation
-from workbench.workers.partial_rollouts import METRICS as OF_PARTS
+from workbench.workers.partial_rollouts import METRICS as PART_METRICS
 from workbench.workers.partial_rollouts import check_parts
 from workbench.workers.rollout_columns import rollout_metrics
 
@@ -78,24 +78,24 @@ def draw_ahead(
     graph: Graph,
     has_run: Callable[[str], None],
     pause_after: int | None = None,
-    fresh: bool = True,
-    before: int | None = None,
+    new_prompts: bool = True,
+    drawn_before: int | None = None,
 ) -> Batch:
     """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
 
-    has_run: called with the name of each stage that was made. fresh: draw prompts; else only go on with what paused.
-    before: go on with what was drawn before this iteration; None: with all that paused.
+    has_run: called with the name of each stage that was made. new_prompts: draw prompts; else only go on with what
+    paused. drawn_before: go on with what was drawn before this iteration; None: with all that paused.
     """
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
-    paused = buffer.part_paused(names, before)
+    paused = buffer.part_paused(names, drawn_before)
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
     interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
-    found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
+    found = next(interrupted, WaitingRollouts(iteration=last + new_prompts, stages=names))
     counters.metrics_ahead = found.metrics
     try:
         for stage in stages:
-            if stage.name in found.made or (stage.role == "prompts" and not fresh):
+            if stage.name in found.made or (stage.role == "prompts" and not new_prompts):
                 continue
             with keeping(lab, stage):
                 if stage.role == "prompts":
@@ -149,20 +149,18 @@ def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> St
     return replace(stage, inputs=(BEGUN,), kwargs={**kwargs, "resume": True})
 
 
-def finish(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
+def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
     """Go on with responses that paused until the groups of an iteration are whole. draw: goes on with all of them."""
     stages, buffer = front(graph), lab.buffer
     names = tuple(stage.name for stage in stages)
-
-    def under_way() -> bool:
-        begun = any(found.stages == names and BEGUN in found.made for found in buffer.waiting)
-        return begun or bool(buffer.part_paused(names))
-
-    while stages and buffer.count(names) < groups_of(stages) and under_way():
-        draw(fresh=False)
+    while stages and buffer.count(names) < groups_of(stages):
+        stopped = any(found.stages == names and BEGUN in found.made and not found.whole for found in buffer.waiting)
+        if not stopped and not buffer.part_paused(names):
+            break
+        draw(new_prompts=False)
 
 
-def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
+def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
     """Begin an iteration with rollouts that wait: what its stages up to generation made, and what left the buffer.
     Nothing where too few wait."""
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
@@ -184,7 +182,7 @@ def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]
     told = found.metrics.get(names[-1], MetricValues())
     if "ending_paused/fraction" in told:  # they are of the other responses of those calls, too
         of_these = reported(rollout_metrics(found.rollouts.fetch(["response_mask", "ending"])))
-        kept = {name: value for name, value in told.items() if name not in OF_PARTS}
+        kept = {name: value for name, value in told.items() if name not in PART_METRICS}
         counters.last_metrics[names[-1]] = MetricValues({**kept, **of_these})
     versions = found.rows["weights_version"]
     if found.version != UNKNOWN and "actor" in lab.weights:
@@ -210,6 +208,6 @@ def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) ->
     stages, iteration = front(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
     while buffer.count(names, paused=True) + groups <= staleness * groups:
-        draw(before=iteration)
+        draw(drawn_before=iteration)
     if any(found.made_by(names) and found.drawn_in < iteration and found.paused for found in buffer.waiting):
-        draw(fresh=False, before=iteration)
+        draw(new_prompts=False, drawn_before=iteration)

@@ -19,9 +19,9 @@ from workbench.algorithms.ahead import (
     check_can_pause,
     check_can_run_ahead,
     draw_ahead,
-    drawn,
     fill,
-    finish,
+    finish_paused,
+    from_buffer,
     front,
     keeping,
 )
@@ -128,10 +128,10 @@ class Algorithm(StageEdits):
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
-            finish(self.lab, graph, self._draw_ahead)
+            finish_paused(self.lab, graph, self._draw_ahead)
         with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
-                made, self._from_buffer = drawn(self.lab, graph)
+                made, self._from_buffer = from_buffer(self.lab, graph)
                 self.made.update(made)
             if stage.name not in self.made:
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)

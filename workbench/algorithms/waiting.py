@@ -78,7 +78,7 @@ class WaitingRollouts:
             batch = self.rollouts
             read = ("prompt_uid", "rewards", "token_versions", "ending")
             table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves them unknown
-            self.made.pop(BEGUN, None)  # that is over
+            self.made.pop(BEGUN, None)  # the generation that went on with them has ended
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             endings: Any = table.get("ending", [""] * batch.rows)
             if isinstance(rewards, Ragged):
@@ -150,34 +150,11 @@ class WaitingRollouts:
         )  # fmt: skip
 
 
-def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
-    """What waits, as rollouts of an iteration: several end to end, stage by stage. The meta of rows that several
-    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
-    first = parts[0]
-    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
-        return first
-    made, oldest = {}, min(part.version for part in parts)
-    for stage in first.made:
-        batch = end_to_end([part.made[stage] for part in parts])
-        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
-        if told and any(part.version != oldest for part in parts):
-            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
-        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
-    return WaitingRollouts(
-        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
-        times_drawn=np.concatenate([part.drawn for part in parts]),
-        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
-    )  # fmt: skip
-
-
 def end_to_end(batches: Sequence[Batch]) -> Batch:
     """The rows of several batches. Where only some were drawn in parts, what tells of the parts is left out."""
-    in_parts = {set(PART_COLUMNS) <= set(batch.names) for batch in batches}
-    return Batch.concat(batches if len(in_parts) == 1 else [_without_parts(batch) for batch in batches])
-
-
-def _without_parts(batch: Batch) -> Batch:
-    return batch.select(*(name for name in batch.names if name not in PART_COLUMNS))
+    if len({set(PART_COLUMNS) <= set(batch.names) for batch in batches}) > 1:
+        batches = [batch.select(*(name for name in batch.names if name not in PART_COLUMNS)) for batch in batches]
+    return Batch.concat(batches)
 
 
 def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
@@ -200,5 +177,21 @@ Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and
 
 
 def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
-    """Groups that were chosen as those of one iteration."""
-    return joined([found if uids is None else found.with_groups(uids) for found, uids in chosen], iteration)
+    """Groups that were chosen, as those of an iteration: end to end, stage by stage. The meta of rows that several
+    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
+    parts = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
+    first = parts[0]
+    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
+        return first
+    made, oldest = {}, min(part.version for part in parts)
+    for stage in first.made:
+        batch = end_to_end([part.made[stage] for part in parts])
+        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
+        if told and any(part.version != oldest for part in parts):
+            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
+        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
+    return WaitingRollouts(
+        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
+        times_drawn=np.concatenate([part.drawn for part in parts]),
+        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+    )  # fmt: skip
