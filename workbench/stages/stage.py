@@ -210,7 +210,7 @@ class StageRun(Run):
             calls.append(
                 Call(
                     **common, batch=batch.id, rows=rows,
-                    kept=self._kept(rank) if operation.protocol.joins and rank in collected else None,
+                    kept=self._kept(rank, collected) if operation.protocol.joins and rank in collected else None,
                     pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
                     minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
                     meta=dict(meta), all_valid=operation.counts_all_rows,
@@ -218,13 +218,15 @@ class StageRun(Run):
             )  # fmt: skip
         return runner.interrupted.sent(self, calls)
 
-    def _kept(self, rank: int) -> ShardId:
-        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's: they are read
-        there, and a rollout worker that dies takes no rows with it."""
-        key, hosts = f"{self.runner.ownership.controller}-{self.number}", self.group.hosts
-        if self.group.role == ROLLOUT:
-            key, hosts = f"{key}-{rank}", self.runner.groups.lead.hosts
-        return ShardId(hosts[rank % len(hosts)], key)
+    def _kept(self, rank: int, collected: Sequence[int]) -> ShardId:
+        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's, dealt out evenly:
+        they are read there, and a rollout worker that dies takes no rows with it. collected: the ranks that make the
+        result."""
+        key = f"{self.runner.ownership.controller}-{self.number}"
+        if self.group.role != ROLLOUT:
+            return ShardId(self.group.hosts[rank], key)
+        readers = self.runner.groups.lead.hosts
+        return ShardId(readers[collected.index(rank) % len(readers)], f"{key}-{rank}")
 
     def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
         seed, iteration = self.runner.hosts.description.seed, int(meta.get("iteration", 0))
