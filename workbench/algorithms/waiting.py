@@ -25,8 +25,8 @@ class WaitingRollouts:
 
     iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
     made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
-    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. drawn_in: the iteration in
-    which its responses were drawn last.
+    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. generated_in: the
+    iteration in which its responses were generated, or went on, last.
     """
 
     iteration: int
@@ -34,7 +34,7 @@ class WaitingRollouts:
     made: dict[str, Batch] = field(default_factory=dict)
     metrics: dict[str, MetricValues] = field(default_factory=dict)
     times_drawn: np.ndarray | None = None
-    drawn_in: int = 0
+    generated_in: int = 0
     _rows: Mapping[str, np.ndarray] | None = None
 
     @property
@@ -97,7 +97,7 @@ class WaitingRollouts:
         return self._rows
 
     @property
-    def drawn(self) -> np.ndarray:
+    def draw_counts(self) -> np.ndarray:
         """How often each row was drawn."""
         if self.times_drawn is None:
             self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
@@ -117,7 +117,7 @@ class WaitingRollouts:
         rows = {name: column[kept] for name, column in self.rows.items()}
         return WaitingRollouts(
             iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
-            times_drawn=self.drawn[kept], drawn_in=self.drawn_in, _rows=rows,
+            times_drawn=self.draw_counts[kept], generated_in=self.generated_in, _rows=rows,
         )  # fmt: skip
 
     def forget_unmade(self) -> None:
@@ -136,7 +136,7 @@ class WaitingRollouts:
             "made": dict(kept),
             "metrics": {stage: dict(values) for stage, values in self.metrics.items()},
             "times_drawn": None if self.times_drawn is None else self.times_drawn.tolist(),
-            "drawn_in": self.drawn_in,
+            "drawn_in": self.generated_in,
         }
 
     @classmethod
@@ -146,7 +146,7 @@ class WaitingRollouts:
         return cls(
             iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
             metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
-            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), drawn_in=state["drawn_in"],
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), generated_in=state["drawn_in"],
         )  # fmt: skip
 
 
@@ -192,6 +192,6 @@ def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
         made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
     return WaitingRollouts(
         iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
-        times_drawn=np.concatenate([part.drawn for part in parts]),
+        times_drawn=np.concatenate([part.draw_counts for part in parts]),
         _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
     )  # fmt: skip
