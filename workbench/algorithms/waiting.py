@@ -142,11 +142,11 @@ class WaitingRollouts:
     @classmethod
     def of_state(cls, state: Mapping[str, Any], made: Mapping[str, Batch]) -> WaitingRollouts:
         """What `state` described. made: its batches."""
-        drawn = state["times_drawn"]
+        drawn, generated_in = state["times_drawn"], state.get("drawn_in", 0)  # which older checkpoints lack
         return cls(
             iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
             metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
-            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), generated_in=state["drawn_in"],
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), generated_in=generated_in,
         )  # fmt: skip
 
 
