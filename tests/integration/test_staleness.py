@@ -91,6 +91,7 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
             assert differing(algorithm.run(1), expected[2]) == []  # rollouts wait where they are trained on
             with pytest.raises(HostDied, match="nothing goes back"):
                 algorithm.run(3, **PAUSING)
+            assert again.runs()["state"].tolist()[-2:] == ["failed", "not run"]
             assert again.recover() is None
             assert differing(algorithm.run(3, **PAUSING), expected[3]) == []  # nothing went back
 
