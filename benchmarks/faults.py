@@ -84,6 +84,8 @@ HOSTS = {"kill rollout worker": "rollout-0", "kill trainer": "train-0"}
 class Faults:
     """One workbench, and the kernel that drives it."""
 
+    code, opening = ALGORITHM, OPEN
+
     def __init__(self, folder: Path) -> None:
         self._kernels, self._number, self._opened = Kernels(folder), 0, 0
 
@@ -101,23 +103,18 @@ class Faults:
 
     def _open(self) -> None:
         self._opened += 1
-        self._driver = self._kernels.start(ALGORITHM)
-        self._one = self._driver.run(OPEN.replace("OPENED", str(self._opened)))
+        self._driver = self._kernels.start(self.code)
+        self._one = self._driver.run(self.opening.replace("OPENED", str(self._opened)))
 
     def _back(self) -> None:
         self._driver.run(f"lab.recover({self._one!r})")
 
     def trial(self, cell: str, fault: str, part: float) -> dict[str, Any]:
         """One fault, after that part of the time that the cell takes."""
-        self._number += 1
         row: dict[str, Any] = {"cell": cell, "fault": fault, "part": round(part, 3)}
         began = time.monotonic()
         try:
-            row["outcome"] = self._fault(
-                CELLS[cell].replace("NUMBER", str(self._number)), fault, part * self._took_s[cell]
-            )
-            same(self._driver.run(REST.format(2)), self._second)
-            same(self._driver.run(REST.format(3)), self._third)
+            row["outcome"] = self._outcome(cell, fault, part * self._took_s[cell])
             self._back()
             assert not (others := self._driver.run(OTHERS)), f"hosts that no placement has: {others}"
             row |= {"right": True, "seconds": round(time.monotonic() - began, 1)}
@@ -126,6 +123,13 @@ class Faults:
             self._driver.kill()
             self._open()
         return row
+
+    def _outcome(self, cell: str, fault: str, after_s: float) -> str:
+        self._number += 1
+        outcome = self._fault(CELLS[cell].replace("NUMBER", str(self._number)), fault, after_s)
+        same(self._driver.run(REST.format(2)), self._second)
+        same(self._driver.run(REST.format(3)), self._third)
+        return outcome
 
     def _fault(self, text: str, fault: str, after_s: float) -> str:
         driver = self._driver
@@ -185,6 +189,8 @@ class Faults:
 class FaultsOfPools(Faults):
     """One workbench with rollout workers in a pool of their own, which generate ahead."""
 
+    code, opening = AHEAD, OPEN_AHEAD
+
     def begin(self) -> None:
         """Open it, and note what a run without faults gives."""
         self._open()
@@ -194,31 +200,12 @@ class FaultsOfPools(Faults):
         self._third = self._driver.run(self._rest(3))
         self._back()
 
-    def _open(self) -> None:
-        self._opened += 1
-        self._driver = self._kernels.start(AHEAD)
-        self._one = self._driver.run(OPEN_AHEAD.replace("OPENED", str(self._opened)))
-
     @staticmethod
     def _rest(last: int) -> str:
         return f"out = ahead(lab, ppo, {last}, trained)"
 
-    def trial(self, cell: str, fault: str, part: float) -> dict[str, Any]:
-        """Kill a process, after that part of the time that an iteration takes."""
-        row: dict[str, Any] = {"cell": cell, "fault": fault, "part": round(part, 3)}
-        began = time.monotonic()
-        try:
-            row["outcome"] = self._killed(HOSTS[fault], part * self._took_s[cell])
-            self._back()
-            row |= {"right": True, "seconds": round(time.monotonic() - began, 1)}
-        except (AssertionError, TimeoutError) as error:
-            row |= {"right": False, "seconds": round(time.monotonic() - began, 1), "error": str(error)[:2000]}
-            self._driver.kill()
-            self._open()
-        return row
-
-    def _killed(self, host: str, after_s: float) -> str:
-        driver = self._driver
+    def _outcome(self, cell: str, fault: str, after_s: float) -> str:
+        driver, host = self._driver, HOSTS[fault]
         pid = driver.run(f"""
 pid = next(p.pid for name, p in lab.hosts.backend.processes.items() if name.startswith({host!r}))
 before, trained = waiting(lab), []

@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
+from workbench.algorithms.waiting import WaitingRollouts
 from workbench.errors import BadInput, UnknownColumn
 
 
@@ -120,3 +121,9 @@ def test_bad_input(lab: wb.Workbench) -> None:
     assert len(buffer.df()) == 0
     with expect_error(BadInput, value="max_staleness=-1"):
         buffer.may_start(1, -1)
+
+
+def test_what_waits_in_an_older_checkpoint_is_read() -> None:
+    state = WaitingRollouts(iteration=3).state({})
+    del state["drawn_in"]
+    assert WaitingRollouts.of_state(state, {}).iteration == 3

@@ -160,6 +160,16 @@ def test_a_stage_that_fails_throws_no_rollouts_away(opened: Opened) -> None:
         algorithm.run(1, staleness=1)
     assert lab.weights["actor"].steps > steps
     assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+    algorithm.remove("broken")
+    algorithm.run(1, staleness=1)
+    waiting = lab.buffer.df()["prompt_uid"].tolist()
+    lab.buffer.priority = broken  # type: ignore[assignment]
+    try:
+        with expect_error(StageError, value="no"):
+            algorithm.run(1, staleness=1)
+    finally:
+        lab.buffer.priority = None
+    assert lab.buffer.df()["prompt_uid"].tolist() == waiting  # none of the iteration before, which has trained on them
 
 
 def test_what_holds_once_holds_for_one_generation(opened: Opened) -> None:

@@ -85,10 +85,13 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
         with wb.attach("stale-pools") as again:
             assert again is not lab and len(again.buffer) == 4
             algorithm = grpo(again)
+            # as a move without the rollout workers that was interrupted: what they drew stays with the trainer
+            again.hosts.backend.work("train-0", "abandon_move", ["rollout-0"]).result()
             os.kill(again.hosts.backend.processes["rollout-0"].pid, signal.SIGKILL)  # type: ignore[attr-defined]
             assert differing(algorithm.run(1), expected[2]) == []  # rollouts wait where they are trained on
             with pytest.raises(HostDied, match="nothing goes back"):
                 algorithm.run(3, **PAUSING)
+            assert again.runs()["state"].tolist()[-2:] == ["failed", "not run"]
             assert again.recover() is None
             assert differing(algorithm.run(3, **PAUSING), expected[3]) == []  # nothing went back
 

@@ -1,4 +1,12 @@
-"""An iteration is split at generation: what comes up to it may run ahead of training, and waits in `lab.buffer`."""
+"""An iteration is split at generation: what comes up to it may run ahead of training, and waits in `lab.buffer`.
+
+    in an iteration of run(n, staleness=k)
+    before its prompts      finish_paused   goes on with responses that paused, until enough groups are whole
+    its prompts             from_buffer     takes them, and all that was made of them up to generation
+    after its generation    fill            generates for iterations to come, beside training
+
+The first and the last do so by `draw_ahead`; `join_paused` puts responses that go on and new ones into one call.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +26,7 @@ from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
 from workbench.messages.metrics import MetricValues, reported
 from workbench.stages.group import GroupOperation
-from workbench.workers.partial_rollouts import METRICS as OF_PARTS
+from workbench.workers.partial_rollouts import METRICS as PART_METRICS
 from workbench.workers.partial_rollouts import check_parts
 from workbench.workers.rollout_columns import rollout_metrics
 
@@ -78,24 +86,24 @@ def draw_ahead(
     graph: Graph,
     has_run: Callable[[str], None],
     pause_after: int | None = None,
-    fresh: bool = True,
-    before: int | None = None,
+    new_prompts: bool = True,
+    generated_before: int | None = None,
 ) -> Batch:
     """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
 
-    has_run: called with the name of each stage that was made. fresh: draw prompts; else only go on with what paused.
-    before: go on with what was drawn before this iteration; None: with all that paused.
+    has_run: called with the name of each stage that was made. new_prompts: draw prompts; else only go on with what
+    paused. generated_before: go on with what was generated before this iteration; None: with all that paused.
     """
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
-    paused = buffer.part_paused(names, before)
+    paused = buffer.part_paused(names, generated_before)
     last = max([lab.iteration, *(found.iteration for found in buffer.waiting)])
     interrupted = (found for found in buffer.waiting if found.stages == names and not found.whole)
-    found = next(interrupted, WaitingRollouts(iteration=last + fresh, stages=names))
+    found = next(interrupted, WaitingRollouts(iteration=last + new_prompts, stages=names))
     counters.metrics_ahead = found.metrics
     try:
         for stage in stages:
-            if stage.name in found.made or (stage.role == "prompts" and not fresh):
+            if stage.name in found.made or (stage.role == "prompts" and not new_prompts):
                 continue
             with keeping(lab, stage):
                 if stage.role == "prompts":
@@ -103,9 +111,9 @@ def draw_ahead(
                     buffer.waiting.append(found)
                 else:
                     if paused and BEGUN not in found.made:
-                        gather(lab, stages, found, paused)
+                        join_paused(lab, stages, found, paused)
                     stage = in_part(stage, found, pause_after)
-                    found.made[stage.name], found.drawn_in = graph.call(stage, lab, found.made), lab.iteration
+                    found.made[stage.name], found.generated_in = graph.call(stage, lab, found.made), lab.iteration
                 lab.note_position()
             has_run(stage.name)
     finally:
@@ -113,14 +121,14 @@ def draw_ahead(
     return found.rollouts
 
 
-def gather(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, paused: Sequence[WaitingRollouts]) -> None:
+def join_paused(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, paused: Sequence[WaitingRollouts]) -> None:
     """Have responses that paused go on beside those that `found` begins; what it is of then waits in their place."""
     prompts, generation = stages
     rows = [one.made[generation.name] for one in paused]
-    drawn = [one.made[prompts.name] for one in paused]
+    asked = [one.made[prompts.name] for one in paused]
     if prompts.name in found.made:
-        drawn.append(found.made[prompts.name])
-        new = drawn[-1].repeat(int(generation.kwargs.get("samples", 1)))
+        asked.append(found.made[prompts.name])
+        new = asked[-1].repeat(int(generation.kwargs.get("samples", 1)))
         lists: list[list[Any]] = [[] for _ in range(new.rows)]
         nothing: Table = {
             **dict.fromkeys(("response_ids", "token_versions"), Ragged.of(lists, torch.int64)),
@@ -133,7 +141,7 @@ def gather(lab: Lab, stages: Sequence[Stage], found: WaitingRollouts, paused: Se
         rows.append(new.join(lab.put(nothing)))
     begun = Batch.concat(rows)
     found.made = {
-        prompts.name: Batch.concat(drawn),
+        prompts.name: Batch.concat(asked),
         BEGUN: begun.derive("draw", begun.columns, {"iteration": found.iteration}),
     }
     gone = [*map(id, (*paused, found))]
@@ -149,20 +157,18 @@ def in_part(stage: Stage, found: WaitingRollouts, pause_after: int | None) -> St
     return replace(stage, inputs=(BEGUN,), kwargs={**kwargs, "resume": True})
 
 
-def finish(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
+def finish_paused(lab: Lab, graph: Graph, draw: Callable[..., object]) -> None:
     """Go on with responses that paused until the groups of an iteration are whole. draw: goes on with all of them."""
     stages, buffer = front(graph), lab.buffer
     names = tuple(stage.name for stage in stages)
-
-    def under_way() -> bool:
-        begun = any(found.stages == names and BEGUN in found.made for found in buffer.waiting)
-        return begun or bool(buffer.part_paused(names))
-
-    while stages and buffer.count(names) < groups_of(stages) and under_way():
-        draw(fresh=False)
+    while stages and buffer.count(names) < groups_of(stages):
+        stopped = any(found.stages == names and BEGUN in found.made and not found.whole for found in buffer.waiting)
+        if not stopped and not buffer.part_paused(names):
+            break
+        draw(new_prompts=False)
 
 
-def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
+def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]]:
     """Begin an iteration with rollouts that wait: what its stages up to generation made, and what left the buffer.
     Nothing where too few wait."""
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
@@ -184,7 +190,7 @@ def drawn(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRollouts]
     told = found.metrics.get(names[-1], MetricValues())
     if "ending_paused/fraction" in told:  # they are of the other responses of those calls, too
         of_these = reported(rollout_metrics(found.rollouts.fetch(["response_mask", "ending"])))
-        kept = {name: value for name, value in told.items() if name not in OF_PARTS}
+        kept = {name: value for name, value in told.items() if name not in PART_METRICS}
         counters.last_metrics[names[-1]] = MetricValues({**kept, **of_these})
     versions = found.rows["weights_version"]
     if found.version != UNKNOWN and "actor" in lab.weights:
@@ -210,6 +216,6 @@ def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) ->
     stages, iteration = front(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
     while buffer.count(names, paused=True) + groups <= staleness * groups:
-        draw(before=iteration)
-    if any(found.made_by(names) and found.drawn_in < iteration and found.paused for found in buffer.waiting):
-        draw(fresh=False, before=iteration)
+        draw(generated_before=iteration)
+    if any(found.made_by(names) and found.generated_in < iteration and found.paused for found in buffer.waiting):
+        draw(new_prompts=False, generated_before=iteration)

@@ -130,7 +130,7 @@ class Buffer:
         if not keep:
             self.take_out(chosen)
         for one, uids in chosen if keep else ():
-            one.drawn[slice(None) if uids is None else np.isin(one.rows["prompt_uid"], uids)] += 1
+            one.draw_counts[slice(None) if uids is None else np.isin(one.rows["prompt_uid"], uids)] += 1
         return found.rollouts
 
     def choose(self, groups: int, stages: Sequence[str] | None = None) -> Chosen:
@@ -176,12 +176,12 @@ class Buffer:
         """Have what `take_out` gave wait again, before all others."""
         self.waiting[:0] = taken
 
-    def part_paused(self, stages: Sequence[str], before: int | None = None) -> list[WaitingRollouts]:
+    def part_paused(self, stages: Sequence[str], generated_before: int | None = None) -> list[WaitingRollouts]:
         """Part the groups that these stages made, and that are whole, from those with a response that has paused; the
-        latter. before: only what was drawn before this iteration."""
+        latter. generated_before: only what was generated before this iteration."""
         waiting, paused = list[WaitingRollouts](), list[WaitingRollouts]()
         for found in self.waiting:
-            mine = found.made_by(stages) and (before is None or found.drawn_in < before)
+            mine = found.made_by(stages) and (generated_before is None or found.generated_in < generated_before)
             if mine and found.paused:
                 others = [uid for uid in found.groups() if uid not in found.paused]
                 waiting += [found.with_groups(others)] if others else []
@@ -233,7 +233,7 @@ class Buffer:
             (found.iteration, uid, version, self._steps_since(version), *row, found.rollouts.id)
             for found in self.waiting
             if found.whole
-            for uid, version, *row in zip(*found.rows.values(), found.drawn, strict=True)
+            for uid, version, *row in zip(*found.rows.values(), found.draw_counts, strict=True)
         ]
         names = ("iteration", "prompt_uid", "weights_version", "age_steps", "response_tokens", "reward", "paused")
         return pd.DataFrame(rows, columns=[*names, "times_drawn", "batch"])
@@ -248,7 +248,7 @@ class Buffer:
             for uid in found.groups():
                 here = found.rows["prompt_uid"] == uid
                 _, versions, tokens, rewards, _ = (column[here] for column in found.rows.values())
-                version, drawn = int(versions.min()), int(found.drawn[here].max())
+                version, drawn = int(versions.min()), int(found.draw_counts[here].max())
                 means = float(tokens.mean()), float(rewards.mean())
                 count = int(here.sum())
                 rows.append((found.iteration, uid, count, version, self._steps_since(version), *means, drawn))

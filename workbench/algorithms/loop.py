@@ -19,9 +19,9 @@ from workbench.algorithms.ahead import (
     check_can_pause,
     check_can_run_ahead,
     draw_ahead,
-    drawn,
     fill,
-    finish,
+    finish_paused,
+    from_buffer,
     front,
     keeping,
 )
@@ -35,7 +35,7 @@ from workbench.data.reward_function import Weight
 from workbench.display.interrupts import stoppable, uninterrupted
 from workbench.display.progress import Iterations
 from workbench.display.results import Results
-from workbench.errors import BadInput, StageInterrupted
+from workbench.errors import BadInput, HostDied, StageInterrupted
 from workbench.errors.plain_text import shown
 from workbench.objectives.correction import Correction
 from workbench.objectives.losses import CovarianceLoss
@@ -128,10 +128,10 @@ class Algorithm(StageEdits):
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
-            finish(self.lab, graph, self._draw_ahead)
+            finish_paused(self.lab, graph, self._draw_ahead)
         with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
-                made, self._from_buffer = drawn(self.lab, graph)
+                made, self._from_buffer = from_buffer(self.lab, graph)
                 self.made.update(made)
             if stage.name not in self.made:
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)
@@ -175,7 +175,7 @@ class Algorithm(StageEdits):
         Its updates stay, and `finish` is not called. Its batches are in `made` until the next step.
         """
         with recording(self, "restart"):
-            self._under_way = False
+            self._under_way, self._from_buffer = False, ()
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way
@@ -230,7 +230,7 @@ class Algorithm(StageEdits):
 
     def go_back(self, iteration: int) -> None:
         """Go back to the end of an iteration, from which it may be continued."""
-        self._under_way = False
+        self._under_way, self._from_buffer = False, ()
         self.made.clear()
         self._iteration, self._noted = iteration, {}  # what was noted since counts no more
         self.taken_up = False
@@ -338,12 +338,10 @@ class Algorithm(StageEdits):
                     used = any(_has_begun(made) for name, made in self.made.items() if name in updates)
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt)
-                    goes_on = interrupted or bool(self.lab.runner.hosts.lost)  # after `recover`
+                    goes_on = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
                     if not self._under_way and not used:  # it is given up, and its rollouts wait again
                         self.lab.buffer.put_back(self._from_buffer)
-                        self._from_buffer = ()
                     raise
                 finally:
                     batches.looping, self._staleness, self._pause_after = looping, 0, None

@@ -25,8 +25,8 @@ class WaitingRollouts:
 
     iteration: whose prompts these are. stages: those that are to make it, in order; () for a batch that `add` brought.
     made: by stage, what they have made so far; the rollouts are the last. metrics: by stage, what these reported.
-    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. drawn_in: the iteration in
-    which its responses were drawn last.
+    times_drawn: of each row of the rollouts, in row order; made when it is first asked for. generated_in: the
+    iteration in which its responses were generated, or went on, last.
     """
 
     iteration: int
@@ -34,7 +34,7 @@ class WaitingRollouts:
     made: dict[str, Batch] = field(default_factory=dict)
     metrics: dict[str, MetricValues] = field(default_factory=dict)
     times_drawn: np.ndarray | None = None
-    drawn_in: int = 0
+    generated_in: int = 0
     _rows: Mapping[str, np.ndarray] | None = None
 
     @property
@@ -56,9 +56,7 @@ class WaitingRollouts:
     @property
     def group_count(self) -> int:
         """How many groups it has; a row of the first batch of an iteration is a prompt."""
-        if self.stages and self.times_drawn is None:
-            return self.made[self.stages[0]].rows
-        return len(self.groups())
+        return self.made[self.stages[0]].rows if self.stages else len(self.groups())
 
     @property
     def rollouts(self) -> Batch:
@@ -80,7 +78,7 @@ class WaitingRollouts:
             batch = self.rollouts
             read = ("prompt_uid", "rewards", "token_versions", "ending")
             table = batch.fetch([name for name in read if name in batch.names])  # an interrupt leaves them unknown
-            self.made.pop(BEGUN, None)  # that is over
+            self.made.pop(BEGUN, None)  # the generation that went on with them has ended
             rewards: Any = table.get("rewards", torch.full((batch.rows,), torch.nan))
             endings: Any = table.get("ending", [""] * batch.rows)
             if isinstance(rewards, Ragged):
@@ -99,7 +97,7 @@ class WaitingRollouts:
         return self._rows
 
     @property
-    def drawn(self) -> np.ndarray:
+    def draw_counts(self) -> np.ndarray:
         """How often each row was drawn."""
         if self.times_drawn is None:
             self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
@@ -119,7 +117,7 @@ class WaitingRollouts:
         rows = {name: column[kept] for name, column in self.rows.items()}
         return WaitingRollouts(
             iteration=self.iteration, stages=self.stages, made=made, metrics=self.metrics,
-            times_drawn=self.drawn[kept], drawn_in=self.drawn_in, _rows=rows,
+            times_drawn=self.draw_counts[kept], generated_in=self.generated_in, _rows=rows,
         )  # fmt: skip
 
     def forget_unmade(self) -> None:
@@ -138,48 +136,25 @@ class WaitingRollouts:
             "made": dict(kept),
             "metrics": {stage: dict(values) for stage, values in self.metrics.items()},
             "times_drawn": None if self.times_drawn is None else self.times_drawn.tolist(),
-            "drawn_in": self.drawn_in,
+            "drawn_in": self.generated_in,
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], made: Mapping[str, Batch]) -> WaitingRollouts:
         """What `state` described. made: its batches."""
-        drawn = state["times_drawn"]
+        drawn, generated_in = state["times_drawn"], state.get("drawn_in", 0)  # which older checkpoints lack
         return cls(
             iteration=state["iteration"], stages=tuple(state["stages"]), made=dict(made),
             metrics={stage: MetricValues(values) for stage, values in state["metrics"].items()},
-            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), drawn_in=state["drawn_in"],
+            times_drawn=None if drawn is None else np.asarray(drawn, dtype=np.int64), generated_in=generated_in,
         )  # fmt: skip
-
-
-def joined(parts: Sequence[WaitingRollouts], iteration: int) -> WaitingRollouts:
-    """What waits, as rollouts of an iteration: several end to end, stage by stage. The meta of rows that several
-    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
-    first = parts[0]
-    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
-        return first
-    made, oldest = {}, min(part.version for part in parts)
-    for stage in first.made:
-        batch = end_to_end([part.made[stage] for part in parts])
-        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
-        if told and any(part.version != oldest for part in parts):
-            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
-        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
-    return WaitingRollouts(
-        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
-        times_drawn=np.concatenate([part.drawn for part in parts]),
-        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
-    )  # fmt: skip
 
 
 def end_to_end(batches: Sequence[Batch]) -> Batch:
     """The rows of several batches. Where only some were drawn in parts, what tells of the parts is left out."""
-    in_parts = {set(PART_COLUMNS) <= set(batch.names) for batch in batches}
-    return Batch.concat(batches if len(in_parts) == 1 else [_without_parts(batch) for batch in batches])
-
-
-def _without_parts(batch: Batch) -> Batch:
-    return batch.select(*(name for name in batch.names if name not in PART_COLUMNS))
+    if len({set(PART_COLUMNS) <= set(batch.names) for batch in batches}) > 1:
+        batches = [batch.select(*(name for name in batch.names if name not in PART_COLUMNS)) for batch in batches]
+    return Batch.concat(batches)
 
 
 def _metrics(parts: Sequence[WaitingRollouts]) -> dict[str, MetricValues]:
@@ -202,5 +177,21 @@ Chosen = Sequence[tuple[WaitingRollouts, "list[int] | None"]]  # what waits, and
 
 
 def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
-    """Groups that were chosen as those of one iteration."""
-    return joined([found if uids is None else found.with_groups(uids) for found, uids in chosen], iteration)
+    """Groups that were chosen, as those of an iteration: end to end, stage by stage. The meta of rows that several
+    weights drew has the version of each prompt's, `weights_versions`, beside the oldest, `weights_version`."""
+    parts = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
+    first = parts[0]
+    if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
+        return first
+    made, oldest = {}, min(part.version for part in parts)
+    for stage in first.made:
+        batch = end_to_end([part.made[stage] for part in parts])
+        told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
+        if told and any(part.version != oldest for part in parts):
+            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
+        made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
+    return WaitingRollouts(
+        iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),
+        times_drawn=np.concatenate([part.draw_counts for part in parts]),
+        _rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+    )  # fmt: skip

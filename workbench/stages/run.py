@@ -18,7 +18,7 @@ import pandas as pd
 
 from workbench.display.interrupts import Presses, on_interrupt
 from workbench.display.progress import Progress
-from workbench.errors import StageError, StageInterrupted, UpstreamError
+from workbench.errors import HostDied, StageError, StageInterrupted, UpstreamError
 from workbench.errors.plain_text import said, shown
 from workbench.messages.calls import Call, Reply, UpdatePart
 from workbench.messages.metrics import MetricValues
@@ -380,7 +380,7 @@ def _state(run: Run) -> str:
     error = run.future.exception() if run.state == "failed" else None
     if isinstance(error, StageInterrupted):
         return "stopped"
-    if isinstance(error, UpstreamError):
+    if isinstance(error, UpstreamError) or (isinstance(error, HostDied) and not run.calls):
         return "not run"
     return "from the store" if run.from_store and run.done else run.state
 

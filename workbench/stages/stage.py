@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.batches.batch import Batch
-from workbench.batches.location import Column, Location, Pull, ShardId, inherited
+from workbench.batches.location import Column, Location, Pull, ShardId
 from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.batches.store import Origin, Weights
 from workbench.display.progress import note
@@ -210,7 +210,7 @@ class StageRun(Run):
             calls.append(
                 Call(
                     **common, batch=batch.id, rows=rows,
-                    kept=self._kept(rank) if operation.protocol.joins and rank in collected else None,
+                    kept=self._kept(rank, collected) if operation.protocol.joins and rank in collected else None,
                     pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
                     minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
                     meta=dict(meta), all_valid=operation.counts_all_rows,
@@ -218,14 +218,15 @@ class StageRun(Run):
             )  # fmt: skip
         return runner.interrupted.sent(self, calls)
 
-    def _kept(self, rank: int) -> ShardId:
-        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's: they are read
-        there, and a rollout worker that dies takes no rows with it."""
-        host, key = self.group.hosts[rank], f"{self.runner.ownership.controller}-{self.number}"
+    def _kept(self, rank: int, collected: Sequence[int]) -> ShardId:
+        """Where the rows that a rank makes are kept. Those of rollout workers are with the actor's, dealt out evenly:
+        they are read there, and a rollout worker that dies takes no rows with it. collected: the ranks that make the
+        result."""
+        key = f"{self.runner.ownership.controller}-{self.number}"
         if self.group.role != ROLLOUT:
-            return ShardId(host, key)
+            return ShardId(self.group.hosts[rank], key)
         readers = self.runner.groups.lead.hosts
-        return ShardId(readers[rank % len(readers)], inherited(host, key))
+        return ShardId(readers[collected.index(rank) % len(readers)], f"{key}-{rank}")
 
     def _seed(self, meta: Mapping[str, Any]) -> tuple[int, ...]:
         seed, iteration = self.runner.hosts.description.seed, int(meta.get("iteration", 0))

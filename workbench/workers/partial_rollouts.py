@@ -60,7 +60,7 @@ def check_cache(arguments: Mapping[str, Any], generation: Generation | None) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class PartialResponses:
     """What each row of a shard has of its response. versions: of its tokens."""
 
     ids: list[list[int]]
@@ -70,7 +70,7 @@ class Begun:
     seeds: list[int]
 
     @classmethod
-    def of(cls, batch: Shard, seeds: Sequence[int], resume: bool) -> Begun:
+    def of(cls, batch: Shard, seeds: Sequence[int], resume: bool) -> PartialResponses:
         """Of a shard whose rows would be drawn with these seeds, if they begin now: those with no token."""
         if not resume:
             nothing: list[list[Any]] = [[] for _ in seeds]

@@ -40,7 +40,7 @@ from workbench.workers.hints import Status, failed_rows
 from workbench.workers.kept_conversations import KeptConversations, key_of
 from workbench.workers.partial_rollouts import COLUMNS as PART_COLUMNS
 from workbench.workers.partial_rollouts import READS as RESUMED
-from workbench.workers.partial_rollouts import Begun, check_cache, check_parts, in_parts
+from workbench.workers.partial_rollouts import PartialResponses, check_cache, check_parts, in_parts
 from workbench.workers.rollout_columns import (
     COMPONENTS,
     TURN_COLUMNS,
@@ -274,7 +274,7 @@ class SamplingWorker(Worker):
                 columns = several_turns(conversations, sampling.keeps_mask)
                 columns |= context_starts([c.context_starts for c in conversations], columns) if context else {}
             elif pause_after or resume:
-                begun = Begun.of(batch, seeds[mine], resume)
+                begun = PartialResponses.of(batch, seeds[mine], resume)
                 columns = self._go_on(begun, prompts, mine, sampling, pause_after, cache == "kept")
             else:
                 rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
@@ -344,7 +344,7 @@ class SamplingWorker(Worker):
 
     def _go_on(
         self,
-        begun: Begun,
+        begun: PartialResponses,
         prompts: list[list[int]],
         mine: slice,
         sampling: Sampling,
