@@ -59,7 +59,7 @@ def test_a_loop_by_hand(lab: wb.Workbench) -> None:
     assert frame["weights_version"].tolist() == [start + 4] * 4 and frame["age_steps"].tolist() == [2] * 4
     assert (frame["response_tokens"] > 0).all() and frame["reward"].isna().all()
     assert repr(buffer) == "<Buffer: 2 groups of 1 iterations, 2 optimizer steps old>"
-    assert f"iteration {lab.iteration}" in buffer._repr_html_() and "2, 4 responses" in buffer._repr_html_()
+    assert f"iteration {lab.iteration}" in buffer._repr_html_() and "2 steps, 4 responses" in buffer._repr_html_()
 
 
 def test_groups_come_whole_and_by_priority(lab: wb.Workbench) -> None:
