@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,30 @@ def test_a_stage_that_fails_throws_no_rollouts_away(opened: Opened) -> None:
         algorithm.run(1, staleness=1)
     assert lab.weights["actor"].steps > steps
     assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+
+
+def test_rollouts_are_trained_on_once(opened: Opened) -> None:
+    """Also where the next iteration is interrupted at its very beginning, or one that was stepped by hand is given up."""
+    lab, algorithm = opened.lab, opened.again()
+
+    class Pressed(dict[str, Any]):
+        def clear(self) -> None:
+            super().clear()
+            signal.raise_signal(signal.SIGINT)
+
+    algorithm.run(2, staleness=1)
+    algorithm._made = Pressed(algorithm.made)
+    with pytest.raises(StageInterrupted, match="iteration 2 is over"):
+        algorithm.run(1, staleness=1)
+    assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+    algorithm.step()
+    assert len(lab.buffer) == 0
+    algorithm.restart()
+    assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    algorithm.restart()  # an update of the critic has used them
+    assert len(lab.buffer) == 0
 
 
 def test_what_holds_once_holds_for_one_generation(opened: Opened) -> None:

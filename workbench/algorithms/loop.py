@@ -66,7 +66,7 @@ class Algorithm(StageEdits):
     _pause_after: int | None = None  # tokens, of its responses
     _ended = 0
     _made_in: Cell | None = None
-    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there
+    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there, until an update uses it
     _noted: Mapping[str, Any] = MappingProxyType({})  # the settings that the record of the run has
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -134,6 +134,8 @@ class Algorithm(StageEdits):
                 made, self._from_buffer = drawn(self.lab, graph)
                 self.made.update(made)
             if stage.name not in self.made:
+                if stage.updates and not self.lab.runner.scheduler.overlaps:
+                    self._from_buffer = ()
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)
             made = self.made[stage.name]
             self._iteration = self.lab.iteration
@@ -172,15 +174,17 @@ class Algorithm(StageEdits):
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.
 
-        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step.
+        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step. Where no update has
+        begun, what it drew from `lab.buffer` waits there again.
         """
-        with recording(self, "restart"):
-            self._under_way = False
+        with uninterrupted(), recording(self, "restart"):
+            self.lab.buffer.put_back(self._from_buffer)
+            self._under_way, self._from_buffer = False, ()
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way
         with uninterrupted(), self._quietly():
-            self._under_way, self._ended = False, self._ended + 1
+            self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: of a step that was skipped some may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)
@@ -218,7 +222,7 @@ class Algorithm(StageEdits):
     def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
         """Continue from `saved`, the `position` of an algorithm of this class. made: what the stages of its present
         iteration had made; None between iterations."""
-        self.taken_up = True
+        self.taken_up, self._from_buffer = True, ()
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
@@ -230,7 +234,7 @@ class Algorithm(StageEdits):
 
     def go_back(self, iteration: int) -> None:
         """Go back to the end of an iteration, from which it may be continued."""
-        self._under_way = False
+        self._under_way, self._from_buffer = False, ()
         self.made.clear()
         self._iteration, self._noted = iteration, {}  # what was noted since counts no more
         self.taken_up = False
@@ -341,9 +345,10 @@ class Algorithm(StageEdits):
                     interrupted = isinstance(error, StageInterrupted | KeyboardInterrupt)
                     goes_on = interrupted or bool(self.lab.runner.hosts.lost)  # after `recover`
                     self._interrupted = self._under_way = self._under_way and goes_on
-                    if not self._under_way and not used:  # it is given up, and its rollouts wait again
-                        self.lab.buffer.put_back(self._from_buffer)
+                    if used:
                         self._from_buffer = ()
+                    if not self._under_way:
+                        self.restart()
                     raise
                 finally:
                     batches.looping, self._staleness, self._pause_after = looping, 0, None
