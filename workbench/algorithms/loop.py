@@ -117,14 +117,17 @@ class Algorithm(StageEdits):
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
             self._end()
             return self.made[stage.name]
+        of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
         if not self._under_way:
             graph.check_columns()  # before prompts are drawn
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted = True, False
-            of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
             self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
+        elif self._staleness > (self._noted.get("staleness") or 0):  # of its `run`s, the one that draws most ahead
+            self.lab.telemetry.append_settings(type(self).__name__, self.lab.iteration + (not self.made), of_run)
+            self._noted = {**self._noted, **of_run}
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
