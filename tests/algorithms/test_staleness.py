@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,40 @@ def test_a_stage_that_fails_throws_no_rollouts_away(opened: Opened) -> None:
     finally:
         lab.buffer.priority = None
     assert lab.buffer.df()["prompt_uid"].tolist() == waiting  # none of the iteration before, which has trained on them
+
+
+def test_groups_that_do_not_fill_an_iteration_are_filled_up(opened: Opened) -> None:
+    lab, algorithm = opened.lab, opened.again()
+    algorithm.run(1, staleness=1)
+    algorithm.prompts = 8
+    frame = algorithm.run(3, staleness=1)
+    steps = lab.weights["actor"].steps // 4
+    assert frame["buffer/age_steps/mean"].fillna(0).tolist() == [0, 1.5 * steps, steps]
+    assert lab.buffer.df()["prompt_uid"].tolist() == [*range(28, 36)]
+
+
+def test_rollouts_are_trained_on_once(opened: Opened) -> None:
+    """Also where the next iteration is interrupted as it begins, or one that was stepped by hand is given up."""
+    lab, algorithm = opened.lab, opened.again()
+
+    class Pressed(dict[str, Any]):
+        def clear(self) -> None:
+            super().clear()
+            signal.raise_signal(signal.SIGINT)
+
+    algorithm.run(2, staleness=1)
+    algorithm._made = Pressed(algorithm.made)
+    with pytest.raises(StageInterrupted, match="iteration 2 is over"):
+        algorithm.run(1, staleness=1)
+    assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+    algorithm.step()
+    assert len(lab.buffer) == 0
+    algorithm.restart()
+    assert lab.buffer.df()["prompt_uid"].tolist() == [*range(8, 12)]
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    algorithm.restart()  # an update of the critic has used them
+    assert len(lab.buffer) == 0
 
 
 def test_what_holds_once_holds_for_one_generation(opened: Opened) -> None:
@@ -356,6 +391,7 @@ def test_an_interrupt_while_it_waits_for_what_paused_leaves_that_unknown(
             len(lab.buffer)
     assert len(lab.buffer) == 0 and lab.buffer.count(paused=True) == 2
     assert repr(lab.buffer).startswith("<Buffer: 0 groups, 2 under way of 1 iterations")
+    assert "0, 4 responses, 4 paused" in lab.buffer._repr_html_()
     assert not lab.buffer.may_start(2, 0)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
+from workbench.algorithms.graph import Graph, Stage
 from workbench.comparisons.run_folder import RunFolder
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput, NotFound, StageInterrupted
 
 MODELS = {"actor": TINY, "reward": vowels}
 LONG = wb.Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, 256, 16)))
@@ -43,6 +46,30 @@ def test_the_draws_and_every_bit_of_the_metrics_are_the_same(recorded: Path, tmp
         assert RunFolder(recorded).series()["samples"].loc[6] == 24  # a response in parts is one
         with expect_error(BadInput, value="replay in iteration 6", rule="from its beginning"):
             wb.replay(recorded, grpo(lab))
+
+
+def test_an_iteration_in_whose_middle_the_dial_was_turned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Graph.call
+
+    def pressed(graph: Graph, stage: Stage, *given: Any) -> Any:
+        if stage.name == "compute_reward":
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return call(graph, stage, *given)
+
+    with tiny_lab("turned", tmp_path, backend="inline", models=MODELS) as lab:
+        algorithm = grpo(lab)
+        algorithm.run(1)
+        monkeypatch.setattr(Graph, "call", pressed)
+        with pytest.raises(StageInterrupted):
+            algorithm.run(1, staleness=1)
+        algorithm.run(1, staleness=3)
+        assert len(lab.buffer) == 6
+        algorithm.run(3)
+        folder = lab.run_folder
+    with tiny_lab("again", tmp_path, backend="inline", models=MODELS) as lab:
+        frame = wb.replay(folder, grpo(lab))
+        assert frame["same_draws"].all() and frame["largest_difference"].tolist() == [0.0] * 5
 
 
 def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path) -> None:

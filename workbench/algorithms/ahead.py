@@ -88,11 +88,13 @@ def draw_ahead(
     pause_after: int | None = None,
     new_prompts: bool = True,
     generated_before: int | None = None,
+    groups: int | None = None,
 ) -> Batch:
     """Make the stages up to generation for the next iteration that lacks rollouts; see `Algorithm.draw_ahead`.
 
     has_run: called with the name of each stage that was made. new_prompts: draw prompts; else only go on with what
-    paused. generated_before: go on with what was generated before this iteration; None: with all that paused.
+    paused. generated_before: go on with what was generated before this iteration; None: with all that paused. groups:
+    as many prompts; None: those of an iteration.
     """
     stages, buffer, counters = front(graph), lab.buffer, lab.runner.counters
     names = tuple(stage.name for stage in stages)
@@ -107,7 +109,7 @@ def draw_ahead(
                 continue
             with keeping(lab, stage):
                 if stage.role == "prompts":
-                    found.made[stage.name] = lab.prompts.ahead(groups_of(stages), found.iteration)
+                    found.made[stage.name] = lab.prompts.ahead(groups or groups_of(stages), found.iteration)
                     buffer.waiting.append(found)
                 else:
                     if paused and BEGUN not in found.made:
@@ -215,7 +217,7 @@ def fill(lab: Lab, graph: Graph, staleness: int, draw: Callable[..., object]) ->
     paused are given one more part an iteration."""
     stages, iteration = front(graph), lab.iteration
     names, groups, buffer = tuple(stage.name for stage in stages), groups_of(stages), lab.buffer
-    while buffer.count(names, paused=True) + groups <= staleness * groups:
-        draw(generated_before=iteration)
+    while (room := staleness * groups - buffer.count(names, paused=True)) > 0:
+        draw(generated_before=iteration, groups=min(room, groups))
     if any(found.made_by(names) and found.generated_in < iteration and found.paused for found in buffer.waiting):
         draw(new_prompts=False, generated_before=iteration)

@@ -35,9 +35,8 @@ def ages_html(waiting: Sequence[tuple[str, int, str]]) -> str:
     if not waiting:
         return "<div>nothing waits in the buffer</div>"
     oldest = max(age for _, age, _ in waiting) or 1
-    head = (
-        '<text x="0" y="14" fill="currentColor" font-weight="600">optimizer steps since the rollouts were drawn</text>'
-    )
+    title = "optimizer steps since the weights that generated the rollouts"
+    head = f'<text x="0" y="14" fill="currentColor" font-weight="600">{title}</text>'
     bars = [_bar(HEAD + n * LINE, *one, oldest) for n, one in enumerate(waiting)]
     label = "ages of the rollouts that wait"
     return svg(head + "".join(bars), LEFT + BARS + RIGHT, HEAD + LINE * len(waiting), label)

@@ -66,7 +66,7 @@ class Algorithm(StageEdits):
     _pause_after: int | None = None  # tokens, of its responses
     _ended = 0
     _made_in: Cell | None = None
-    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there
+    _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there, until an update uses it
     _noted: Mapping[str, Any] = MappingProxyType({})  # the settings that the record of the run has
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -117,14 +117,17 @@ class Algorithm(StageEdits):
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
             self._end()
             return self.made[stage.name]
+        of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
         if not self._under_way:
             graph.check_columns()  # before prompts are drawn
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted = True, False
-            of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
             self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
+        elif self._staleness > (self._noted.get("staleness") or 0):  # of its `run`s, the one that draws most ahead
+            self.lab.telemetry.append_settings(type(self).__name__, self.lab.iteration + (not self.made), of_run)
+            self._noted = {**self._noted, **of_run}
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
@@ -134,6 +137,8 @@ class Algorithm(StageEdits):
                 made, self._from_buffer = from_buffer(self.lab, graph)
                 self.made.update(made)
             if stage.name not in self.made:
+                if stage.updates and not self.lab.runner.scheduler.overlaps:
+                    self._from_buffer = ()
                 self.made[stage.name] = graph.call(stage, self.lab, self.made)
             made = self.made[stage.name]
             self._iteration = self.lab.iteration
@@ -172,15 +177,17 @@ class Algorithm(StageEdits):
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.
 
-        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step.
+        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step. Where no update has
+        begun, what it drew from `lab.buffer` waits there again.
         """
-        with recording(self, "restart"):
+        with uninterrupted(), recording(self, "restart"):
+            self.lab.buffer.put_back(self._from_buffer)
             self._under_way, self._from_buffer = False, ()
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way
         with uninterrupted(), self._quietly():
-            self._under_way, self._ended = False, self._ended + 1
+            self._under_way, self._from_buffer, self._ended = False, (), self._ended + 1
             inspect.unwrap(type(self).finish)(self, metrics)  # unchecked: of a step that was skipped some may be NaN
             self.lab.note_position()
         self.lab.save_if_due(self)
@@ -218,7 +225,7 @@ class Algorithm(StageEdits):
     def go_on(self, saved: Mapping[str, Any], made: Mapping[str, Any] | None) -> None:
         """Continue from `saved`, the `position` of an algorithm of this class. made: what the stages of its present
         iteration had made; None between iterations."""
-        self.taken_up = True
+        self.taken_up, self._from_buffer = True, ()
         self._take_fields(saved.get("fields", {}))
         self._take_arguments(saved.get("arguments", {}))
         self.load_state(saved["state"])
@@ -340,8 +347,10 @@ class Algorithm(StageEdits):
                     self.lab.buffer.forget_unmade()
                     goes_on = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
-                    if not self._under_way and not used:  # it is given up, and its rollouts wait again
-                        self.lab.buffer.put_back(self._from_buffer)
+                    if used:
+                        self._from_buffer = ()
+                    if not self._under_way:
+                        self.restart()
                     raise
                 finally:
                     batches.looping, self._staleness, self._pause_after = looping, 0, None

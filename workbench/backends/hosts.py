@@ -150,7 +150,9 @@ class Hosts:
             elif len(pool.roles) == 1 and role != self.description.lead:
                 remedy = f"lab.drop({role!r}) and lab.add(...) it anew: the other roles are whole"
             raise HostDied(
-                f"pool {pool.name!r} was lost in {self.lost[pool.name]}", "its ranks no longer agree", remedy
+                f"pool {pool.name!r} was lost in {self.lost[pool.name]}",
+                "it has lost a host, or its ranks no longer agree",
+                remedy,
             )
 
     def clean_up_later(self, pool: str, what: str, pending: Pending) -> None:
