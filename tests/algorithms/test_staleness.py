@@ -391,7 +391,7 @@ def test_an_interrupt_while_it_waits_for_what_paused_leaves_that_unknown(
             len(lab.buffer)
     assert len(lab.buffer) == 0 and lab.buffer.count(paused=True) == 2
     assert repr(lab.buffer).startswith("<Buffer: 0 groups, 2 under way of 1 iterations")
-    assert "0, 4 responses, 4 paused" in lab.buffer._repr_html_()
+    assert "0 steps, 4 responses, 4 paused" in lab.buffer._repr_html_()
     assert not lab.buffer.may_start(2, 0)
 
 

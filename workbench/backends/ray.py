@@ -31,7 +31,7 @@ END_GRACE_S = 10
 SAID = 160  # characters of what Ray says of it
 LOOK_S = 0.5  # so often is it asked whether the head lives
 POLL_S = 0.2
-BACK = "lab.recover() starts it again, and goes on from the last checkpoint, or after rollout workers from here"
+BACK = "lab.recover() starts it again; all goes on from the last checkpoint, unless only rollout workers died"
 # What a kernel that does not drive a workbench may ask its hosts.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
