@@ -91,7 +91,8 @@ def test_both_pools_work_at_once_with_the_numbers_of_one_process(tmp_path: Path)
             assert differing(algorithm.run(1), expected[2]) == []  # rollouts wait where they are trained on
             with pytest.raises(HostDied, match="rollout"):
                 algorithm.run(3, **PAUSING)
-            assert again.runs()["state"].tolist()[-2:] == ["failed", "not run"]
+            # which of them were begun depends on when the death was noticed
+            assert set(again.runs()["state"]) - {"not run"} == {"done", "failed"}
             assert again.recover() is None
             assert differing(algorithm.run(3, **PAUSING), expected[3]) == []  # nothing went back
 

@@ -48,7 +48,12 @@ class Publication:
     ) -> StageRun:  # fmt: skip
         """Publish, and prepare the run of who takes it. The actor's hosts forget it when that has ended, however."""
         # the role's later stages wait for it, and are not run where it fails
-        run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then, as_update=True)
+        try:
+            run = self._runner.prepare(group, operation, args, kwargs, first=lambda: [self.run], then=then,
+                                       as_update=True)  # fmt: skip
+        except BaseException:
+            self.run.cancel()
+            raise
         run.when_over(lambda: self.run.when_over(self._release))
         self._runner.scheduler.submit_unwaited(self.run)
         return run
