@@ -166,7 +166,7 @@ def test_a_stage_that_fails_throws_no_rollouts_away(opened: Opened) -> None:
     waiting = lab.buffer.df()["prompt_uid"].tolist()
     lab.buffer.priority = broken  # type: ignore[assignment]
     try:
-        with expect_error(StageError, value="no"):
+        with expect_error(BadInput, value=r"lab\.buffer\.priority raised no", remedy="response_tokens"):
             algorithm.run(1, staleness=1)
     finally:
         lab.buffer.priority = None

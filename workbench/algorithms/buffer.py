@@ -20,7 +20,7 @@ from workbench.algorithms.waiting import UNKNOWN, Chosen, WaitingRollouts, rollo
 from workbench.batches.batch import Batch
 from workbench.display.html import svg
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
+from workbench.errors.plain_text import said, shown
 from workbench.stages.ledger import Counters
 from workbench.support.assigned import AssignedFunction, NoteChange
 from workbench.support.checked_calls import checks_calls
@@ -137,7 +137,7 @@ class Buffer:
         self._priority.check(f"lab.buffer.draw({groups})")
         fitting = [found for found in self.waiting if found.made_by(stages) and not found.paused]
         if (there := self.count(stages)) < groups:
-            paused = f", and {self.under_way} under way, with a response that has paused" if self.under_way else ""
+            paused = f", and {self.under_way} under way, with responses that have paused" if self.under_way else ""
             raise BadInput(
                 f"lab.buffer.draw({groups})", f"{there} groups wait{paused}", "generate first, or draw fewer"
             )
@@ -146,7 +146,14 @@ class Buffer:
         places = [(found, uid) for found in fitting for uid in found.groups()]
         order = np.arange(len(places))
         if self.priority is not None:
-            given = self.priority(self._frame(fitting))
+            frame = self._frame(fitting)
+            try:
+                given = self.priority(frame)
+            except Exception as error:
+                raise BadInput(
+                    f"lab.buffer.priority raised {said(error)}", "it is given the frame of groups",
+                    f"its columns are {', '.join(frame.columns)}",
+                ) from error  # fmt: skip
             try:
                 numbers = np.asarray(given, dtype=np.float64)
             except (TypeError, ValueError):
@@ -198,8 +205,9 @@ class Buffer:
 
     @property
     def under_way(self) -> int:
-        """How many groups cannot be drawn yet, as a response of theirs has paused."""
-        return self.count(paused=True) - self.count()
+        """How many groups cannot be drawn yet: a response of theirs has paused, or is generated."""
+        begun = (found.group_count for found in self.waiting if found.made and not found.whole)
+        return self.count(paused=True) - self.count() + sum(begun)
 
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
@@ -225,9 +233,10 @@ class Buffer:
         return 0 if actor is None or version == UNKNOWN else actor.steps - int(version)
 
     def df(self) -> pd.DataFrame:
-        """One row a response: `iteration` (whose prompt it answers), `prompt_uid`, `weights_version` (of each of its
-        tokens; -1 where it is not known), `age_steps` (optimizer steps of the actor since then), `response_tokens`,
-        `reward` (NaN before it is scored), `paused` (it goes on in a later iteration), `times_drawn`, `batch`."""
+        """One row a response: `iteration` (the one that it was generated for last), `prompt_uid`, `weights_version` (of
+        each of its tokens, of several the oldest; -1 where it is not known), `age_steps` (optimizer steps of the actor
+        since then), `response_tokens`, `reward` (NaN before it is scored), `paused` (it goes on in a later iteration),
+        `times_drawn`, `batch`."""
         rows = [
             (found.iteration, uid, version, self._steps_since(version), *row, found.rollouts.id)
             for found in self.waiting
@@ -260,7 +269,7 @@ class Buffer:
     def __repr__(self) -> str:
         ages = [self.age(found) for found in self.waiting if found.whole]
         if not ages:
-            return "<Buffer: nothing waits>"
+            return f"<Buffer: {self.under_way} groups under way>" if self.under_way else "<Buffer: nothing waits>"
         told = f"{min(ages)}" if min(ages) == max(ages) else f"{min(ages)} to {max(ages)}"
         paused = f", {self.under_way} under way" if self.under_way else ""
         return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"

@@ -29,8 +29,9 @@ def replay(
     so that each draws the same prompts, answered by the same weights. In one process the metrics have the same bits; in
     others they are the same within rounding. A frame with a row an iteration:
 
-    same_draws: whether it drew the same rollouts from `lab.buffer`. largest_difference, of: of its metrics, relative to
-    the larger value; 0 where all have the same bits. only_here, only_there: names of metrics of one of the runs.
+    same_draws: whether it drew the same prompts from `lab.buffer`, answered by equally old weights. largest_difference,
+    of: of its metrics, relative to the larger value; 0 where all have the same bits. only_here, only_there: names of
+    metrics of one of the runs.
     `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
     was changed on the way and is not repeated: fields that were assigned something else than a number or a text,
     settings of roles, arguments of single stages, edited code, placements.
@@ -88,7 +89,8 @@ def replay(
             ]
         algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
     frame = _compared(here, there)
-    frame.attrs |= {"differs": diff(there.folder, lab).settings, "left_out": left_out}
+    differs = diff(there.folder, lab).settings
+    frame.attrs |= {"differs": differs[~differs.index.str.endswith(OF_RUN)], "left_out": left_out}
     return frame
 
 

@@ -64,10 +64,17 @@ def _recover(
 ) -> Checkpoint | None:
     hosts, counters = runner.hosts, runner.counters
     runner.require_alone("recover()", "it puts all roles back")
-    if path is None and (lost := _lost_rollout_pools(hosts, position)):
-        _restart_rollout_workers(runner, lost)
-        return None
     checkpoint = newest(hosts, position) if path is None else find_checkpoint(path)
+    if path is None and not (position.recovering or hosts.outdated):
+        lost = hosts.lost_pools(ANSWER_S)
+        if lost and all(pool.roles == (ROLLOUT,) for pool in hosts.placement.pools if pool.name in lost):
+            _restart_rollout_workers(runner, lost)
+            return None
+        if not (lost or checkpoint or hosts.inline):
+            raise BadInput(
+                "recover() where nothing has died, without a checkpoint", "it would put all back to how it was opened",
+                "go on; to begin anew, wb.open(..., if_exists='replace')",
+            )  # fmt: skip
     if checkpoint is None and not isinstance(hosts.backend, RayBackend):
         raise BadInput(
             "recover() without a checkpoint, inline", "there are no processes to start again",
@@ -100,15 +107,6 @@ def _recover(
     started = f"pool {', '.join(sorted(lost))} started again; " if lost else ""
     print(f"recovered in {time.monotonic() - began:.0f} s: {started}everything is {state}")
     return checkpoint
-
-
-def _lost_rollout_pools(hosts: Hosts, position: Position) -> set[str]:
-    """The pools that are not whole, if they have nothing but rollout workers; else none."""
-    pools = {pool.name for pool in hosts.placement.pools if pool.roles == (ROLLOUT,)}
-    if not pools or position.recovering or hosts.outdated:
-        return set()
-    lost = hosts.lost_pools(ANSWER_S)
-    return lost if lost <= pools else set()
 
 
 def _restart_rollout_workers(runner: StageRunner, lost: set[str]) -> None:
