@@ -3,7 +3,6 @@ what is refused."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +189,7 @@ def test_rollouts_are_trained_on_once(opened: Opened) -> None:
     class Pressed(dict[str, Any]):
         def clear(self) -> None:
             super().clear()
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     algorithm.run(2, staleness=1)
     algorithm._made = Pressed(algorithm.made)
