@@ -370,7 +370,7 @@ def test_named_placements_and_calls_with_layouts_of_their_own() -> None:
 
 def test_plans_are_such_as_engines_take() -> None:
     sizes = {"actor": "llama-13b", "critic": "llama-7b", "reference": "llama-13b", "reward": "llama-7b"}
-    zero = Workload(training=wb.Training(engine="deepspeed", zero_stage=1))
+    zero = Workload(training=wb.Training(engine="deepspeed", zero_stage=1, rates={"embed_tokens": 0.1}))
     for plan in search(sizes, devices=16, workload=zero):
         for one in plan.sets:
             assert len({role.layout.t for role in one.roles if role.role in ("actor", "critic")}) <= 1

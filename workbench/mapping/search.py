@@ -189,7 +189,7 @@ def search(
     start_s = time.perf_counter()
     alone = ((ROLLOUT,),) if ROLLOUT in placed else ()
     partitions = [(*sets, *alone) for sets in partitions_of(tuple(r for r in placed if r != ROLLOUT), placement)]
-    unit = granularity or _granularity(devices)
+    unit = granularity or 1 << ((devices - 1) // MOST_SIZES).bit_length()
     if unit > devices:
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
     if (most := min(map(len, partitions))) * unit > devices:
@@ -254,13 +254,6 @@ def _partitions(roles: tuple[str, ...]) -> Iterator[Sets]:
             yield (*sets[:n], (first, *one), *sets[n + 1 :])
 
 
-def _granularity(devices: int) -> int:
-    unit = 1
-    while devices // unit > MOST_SIZES:
-        unit *= 2
-    return unit
-
-
 class _Search:
     """What partitions share: the ways of sets on numbers of devices, and bounds of them. halves: whether each of two
     sets has one."""
@@ -316,8 +309,7 @@ class _Search:
             return (np.inf,) * 4
         figures = np.array([(*option.seconds, option.lasting) for option in options])
         if self.options[role].generates:
-            sizes = np.array([option.t_g for option in options])
-            figures[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
+            figures[:, 0] += self._generation(role, devices, np.array([o.t_g for o in options]), figures[:, 3])
         return tuple(figures.min(axis=0))
 
     def _rounded(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -351,8 +343,6 @@ class _Search:
             if (found[:, 1:] <= least[units]).all(axis=1).any():
                 continue
             seconds, made = (least[[units]], []) if bounds else self._alone(roles, units * unit)
-            if not bounds:
-                seconds = self._rounded(seconds)
             kept = [k for k in undominated(seconds) if not (found[:, 1:] <= seconds[k]).all(axis=1).any()]
             found = np.concatenate([found, np.column_stack([np.full(len(kept), units), seconds[kept]])])
             origins += [made[k] for k in kept if made]
@@ -404,7 +394,7 @@ class _Search:
             sizes = np.array([option.t_g for option in self.options[role].on(devices)], dtype=np.int64)[picks]
             seconds[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
         moved = transfers(roles, devices, self.options)
-        seconds += [one.seconds for one in moved.values()]
+        seconds = self._rounded(seconds + [one.seconds for one in moved.values()])
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
         kept, origins = possible[undominated(seconds[possible])], []
         for k in kept:

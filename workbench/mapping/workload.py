@@ -244,7 +244,7 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
         if not isinstance(model, RoleModel):
             config, training, trained = config_of(model), workload.training, role in TRAINED_ROLES
             # equal ones are one object, whose bytes and shapes are worked out once
-            key = type(config), config.to_json_string(), head_of(role), workload.dtype, training, trained
+            key = type(config), config.to_json_string(), head_of(role), workload.dtype, repr(training), trained
             model = _models.setdefault(key, RoleModel(config=config, head=head_of(role), dtype=workload.dtype,
                                                       training=training, trained=trained))  # fmt: skip
         found[role] = model
