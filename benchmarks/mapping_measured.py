@@ -85,7 +85,7 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 ppo.run(1)
                 lab.calibrate()
-                taken.append(lab.predict().measured["iteration"])
+                taken.append(lab.predict().measured["iteration"][1])
             assert lab.calibration is not None
             if n < CALIBRATED:
                 known = lab.calibration
