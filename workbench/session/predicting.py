@@ -82,7 +82,7 @@ class Prediction:
             if span.kind == "compute" and span.stage in self.measured:
                 call, (start_s, end_s) = calls[span.stage], self.measured[span.stage]
                 predicted_s, measured_s = (seconds_text(call[name]) for name in ("predicted_s", "measured_s"))
-                row["told"] = f"{predicted_s} predicted, {measured_s} measured, error {call['error']:+.0%}"
+                row["told"] = f"{span.role}: {predicted_s} predicted, {measured_s} measured, error {call['error']:+.0%}"
                 measured.append({**row, "start_s": start_s, "end_s": end_s, "error": call["error"]})
             predicted.append(row)
         return side_by_side({"predicted": predicted} | ({"measured": measured} if measured else {}))
