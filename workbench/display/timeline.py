@@ -273,7 +273,7 @@ def timeline(
     return drawn(rows, found, found.gaps((start, end), callers=callers), present, (start, end), fold=fold)
 
 
-def side_by_side(sides: Mapping[str, Sequence[Row]]) -> Timeline:
+def comparison(sides: Mapping[str, Sequence[Row]]) -> Timeline:
     """Draw several accounts of the same time, from 0 on, such as predicted and measured: a lane for each pool and side.
     A row's error gives its colour, see `ERROR_STYLES`, and its `told` is the second line of its tooltip."""
     rows = [{**row, "device": side} for side, own in sides.items() for row in own]

@@ -10,7 +10,7 @@ import pandas as pd
 from workbench.algorithms.loop import Algorithm
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
-from workbench.display.timeline import Timeline, side_by_side
+from workbench.display.timeline import Timeline, comparison
 from workbench.errors import BadInput, NotFound
 from workbench.mapping.costs import Constants, Sample, Terms, fit, spread
 from workbench.mapping.hardware import Hardware
@@ -85,7 +85,7 @@ class Prediction:
                 row["told"] = f"{span.role}: {predicted_s} predicted, {measured_s} measured, error {call['error']:+.0%}"
                 measured.append({**row, "start_s": start_s, "end_s": end_s, "error": call["error"]})
             predicted.append(row)
-        return side_by_side({"predicted": predicted} | ({"measured": measured} if measured else {}))
+        return comparison({"predicted": predicted} | ({"measured": measured} if measured else {}))
 
     def __repr__(self) -> str:
         return f"<Prediction of {self.plan.placement}: {seconds_text(self.iteration_s)} an iteration>"
