@@ -7,7 +7,7 @@
 | passes | s | of forward and backward passes: products by role, attention, memory traffic; optimizer states |
 | decoding | s | of decoding steps: products or weights read, keys and values, the host's start of each layer |
 | links | s | all-reduces of tensor ranks and of gradients, sends between stages, weights and rows that move |
-| calls | calls | what a call costs whatever it does: rows collected and sent, processes told, caches set up |
+| calls | ranks | what a call costs whatever it does, rank by rank: told by the controller, rows sent and collected |
 
 The first three are what the hardware's measured rates give for isolated kernels and collectives, so that their
 constants are close to 1: how many times as long it takes within a model. The sum is linear in the constants, so that
@@ -65,13 +65,13 @@ _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 
 @dataclass(frozen=True)
 class Constants:
-    """What each term costs: how many times its kernels' seconds, or seconds of a call. The defaults were fitted to
-    published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
+    """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
+    fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
     passes: float = 1.01
     decoding: float = 1.92
     links: float = 1.02
-    calls: float = 1.47
+    calls: float = 0.0174
 
     def __post_init__(self) -> None:
         check_fields(self, "Constants.")
@@ -198,7 +198,7 @@ class CostModel:
         return Terms(
             passes=slots * stage_s + self._starts(role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 2) + gathered,
-            calls=1,
+            calls=layout.size,
         )
 
     def train(self, role: RoleModel, layout: Layout, again: bool | None = None) -> Terms:
@@ -222,7 +222,7 @@ class CostModel:
         return Terms(
             passes=slots * stage_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 6 if again else 4) + summed,
-        ) * (work.updates * work.epochs) + Terms(calls=1)
+        ) * (work.updates * work.epochs) + Terms(calls=layout.size)
 
     def row_bytes(self, role: RoleModel, t_g: int) -> float:
         """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
@@ -253,7 +253,7 @@ class CostModel:
             passes=rows * (first + seen),
             decoding=steps * (self._decode(role, t_g, together) + started) + self._streamed(read),
             links=2 * role.layers * reduced,
-            calls=1,
+            calls=devices,
         )
 
     def transition(self, role: RoleModel, layout: Layout, strategy: str = "hybridflow") -> Terms:

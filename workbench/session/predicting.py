@@ -34,13 +34,18 @@ START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
 
 @dataclass
 class Calibration:
-    """What a workbench has measured of itself. samples: by placement, iteration and call, over all calibrations.
+    """What a workbench has measured of itself. given: the hardware, where it was described; None: this machine, whose
+    cores the devices of a placement part. samples: by placement, iteration and call, over all calibrations.
     measured: from when to when by call, seconds of the iteration, of the last calibration under a placement."""
 
-    hardware: Hardware
+    given: Hardware | None = None
     constants: Constants = START
     samples: dict[tuple[str, int, str], Sample] = field(default_factory=dict)
     measured: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def hardware(self, devices: int) -> Hardware:
+        """Whose rates terms are counted in, of a placement on so many devices."""
+        return self.given or Hardware.this_machine(devices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,11 +193,25 @@ class Predictor:
         inline = self._hosts.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
-        # a role that the algorithm does not call is placed all the same, and costs no time
-        plans = search(self._models(), devices=count, hardware=known.hardware, workload=workload,
-                       constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
-        found = ranked(self._possible(plans)) if count <= has else plans.plans
-        return replace(plans, plans=tuple(found[:top]), error=spread(known.samples, START))
+        on_cores = known.hardware(count).cores is not None  # devices that share them: the fewer, the faster each is
+        best: dict[tuple[tuple[str, ...], ...], Plan] = {}
+        for used in range(1 if on_cores else count, count + 1):
+            try:
+                # a role that the algorithm does not call is placed all the same, and costs no time
+                plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
+                               constants=known.constants, t_g=self._t_g(), uncalled=True,
+                               dependencies=True)  # fmt: skip
+                found = self._possible(plans) if count <= has else plans.plans
+            except BadInput:
+                if used == count:
+                    raise
+                continue
+            for plan in found:
+                if on_cores:
+                    plan = replace(self._plan(plan.placement, workload, known, staleness), dependencies=True)
+                sets = tuple(one.names for one in plan.sets)
+                best[sets] = min(best.get(sets, plan), plan, key=lambda one: one.iteration_s)
+        return replace(plans, plans=tuple(ranked(best.values())[:top]), error=spread(known.samples, START))
 
     def _possible(self, plans: Plans) -> list[Plan]:
         """Those with a placement that every role's engine takes."""
@@ -210,8 +229,8 @@ class Predictor:
 
     def _plan(self, placement: Placement, workload: Workload, known: Calibration, staleness: int = 0) -> Plan:
         workload = workload.with_rollout(staleness) if placement.has_rollout else workload
-        return predict(placement, self._models(), hardware=known.hardware, workload=workload, constants=known.constants,
-                       t_g=self._t_g())  # fmt: skip
+        return predict(placement, self._models(), hardware=known.hardware(placement.devices), workload=workload,
+                       constants=known.constants, t_g=self._t_g())  # fmt: skip
 
     def _models(self) -> dict[str, RoleModel | None]:
         """Of each role, rollout workers left out, which have the actor's."""
@@ -239,8 +258,7 @@ class Predictor:
                     f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
                     "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
                 )  # fmt: skip
-            slots = self._hosts.description.devices or self._hosts.placement.devices
-            self.calibration = Calibration(Hardware.this_machine(slots))
+            self.calibration = Calibration()
         return self.calibration
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
