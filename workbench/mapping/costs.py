@@ -68,10 +68,10 @@ class Constants:
     """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
     fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
-    passes: float = 1.01
-    decoding: float = 1.92
-    links: float = 1.02
-    calls: float = 0.0174
+    passes: float = 1.06
+    decoding: float = 1.81
+    links: float = 1.01
+    calls: float = 0.021
 
     def __post_init__(self) -> None:
         check_fields(self, "Constants.")

@@ -111,7 +111,7 @@ class Hardware:
     inside_latency_s: float = 4e-6
     between_latency_s: float = 25e-6
     runs_ahead: bool = True
-    layer_start_s: float = 4e-5
+    layer_start_s: float = 7e-5
     usable: float = 0.92
     cores: int | None = None
 
