@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -225,6 +227,43 @@ def test_the_optimum_with_a_layout_for_each_call(
     if not math.isinf(expected):
         plans = search(models, devices=devices, hardware=hardware, workload=workload, constants=constants, by_call=True)
         assert plans.best.iteration_s == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=cases(10, most=60))
+@given(
+    st.integers(1, 4), st.integers(2, 24), st.floats(2, 60), st.sampled_from([1e9, 1e12]), st.booleans(),
+    st.sampled_from([None, 0, 1]), st.integers(2, 4), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_bounds_leave_out_nothing_that_is_quicker(
+    count: int, devices: int, memory: float, flop_s: float, by_call: bool, ahead: int | None, unit: int, dice: Any
+) -> None:
+    """Searches that coarse plans bound find the same best plan of each partition as those without (whose best is that
+    of walking through all); the gap of rounded seconds, and of coarse allocations, holds."""
+    models = {role: small(4, dice.choice([32, 64]), 4) for role in ROLES[:count]}
+    work = small_work(30, "workbench", models)
+    asked: dict[str, Any] = {
+        "devices": devices, "hardware": machine(memory, 8, flop_s), "constants": Constants(calls=1e-3),
+        "workload": work if ahead is None else work.with_rollout(ahead), "by_call": by_call,
+    }  # fmt: skip
+    try:
+        expected = search(models, **asked)
+    except BadInput:
+        return
+    module = importlib.import_module("workbench.mapping.search")
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(module, "FEW_SIZES", 1)
+        few.setattr(module, "FINER", 2)
+        bounded = search(models, **asked)
+        assert bounded.exact and expected.exact
+        assert [plan.iteration_s for plan in bounded] == pytest.approx([plan.iteration_s for plan in expected])
+        few.setattr(module, "MOST_EXACT", 0)
+        rough = search(models, **asked)
+        assert rough.gap <= 0.01 + 1e-6
+    least_s, found = expected.best.iteration_s * (1 - 1e-9), [rough]
+    with contextlib.suppress(BadInput):
+        found.append(search(models, **asked, granularity=unit))
+    for plans in found:
+        assert least_s <= plans.best.iteration_s <= expected.best.iteration_s * (1 + plans.gap) * (1 + 1e-7)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

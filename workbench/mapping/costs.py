@@ -29,7 +29,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -261,7 +262,8 @@ class CostModel:
         counts for the rank that receives most, and the engine that takes over its part. layout: with p_g and t_g."""
         if layout.p * layout.t == 1 and role.engine != "zero3":
             return Terms()
-        received = received_bytes(role, layout, strategy)
+        replica = layout if strategy == "full" else replace(layout, d=1)
+        received = received_bytes(role, replica, strategy)
         if not received:
             return Terms()
         inside = Layout(layout.p, layout.t).size
@@ -282,6 +284,7 @@ class CostModel:
         return Terms(links=sent * COLUMN_BYTES * work.rows * work.row_tokens / machines / hardware.machine_bytes_s)
 
 
+@lru_cache(maxsize=4096)
 def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
     """Most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts them,
     without its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others

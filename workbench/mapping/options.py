@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -58,12 +58,9 @@ class RoleOptions:
         self.role, self.model, self.constants = role, model, constants
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
         self.calls = model.workload.of(name)
-        # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
-        longest = model.workload.prompt_tokens + max(model.workload.lengths)
-        training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
-        self._alone = replace(role, generation=None, training=training)
+        self._longest = model.workload.prompt_tokens + max(model.workload.lengths)
+        self._alone = _alone(role, self._longest, role.trained)
         self._found: dict[int, tuple[Option, ...]] = {}
-        self._bytes: dict[tuple[int, int, int, bool], tuple[int, int, int] | None] = {}
         self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
         self._generated: dict[tuple[int, int, float], float] = {}
 
@@ -107,7 +104,7 @@ class RoleOptions:
                 yield self._option(Option(generating, *held, own_t_g=own, again=again))
                 for other in others:
                     if other != layout:
-                        copy = self.role.weights.nbytes // (other.p * other.t)
+                        copy = self.role.elements * self.role.frozen_bytes // (other.p * other.t)
                         passing = max(held[1], copy + self._forward_bytes(other))
                         yield self._option(Option(generating, held[0], passing, inference=other, own_t_g=own,
                                                   again=again))  # fmt: skip
@@ -181,8 +178,8 @@ class RoleOptions:
         return self.model.moved(self.role, nbytes, train.size, other.p * other.t)
 
     def _forward_bytes(self, layout: Layout) -> int:
-        frozen = replace(self._alone, trained=False)
-        return rank_memory(frozen, layout, 0).passing
+        held = _held(_alone(self.role, self._longest, False), False, layout.p, layout.t, 1, False)
+        return held[1] if held else 0
 
     def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
         """Every (p, t, d) on so many devices that cuts the model, that its engine takes, and (fit) that fits alone. Of
@@ -233,24 +230,8 @@ class RoleOptions:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
         if self.role.samples_only:
             return 0, 0
-        role = self._alone
-        if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
-            training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
-            role = replace(role, training=training)
         replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
-        key = layout.p, layout.t, replicas, again
-        if key not in self._bytes:
-            one = Layout(layout.p, layout.t, replicas)
-            try:
-                role.weights.check(one.p, one.t)
-                ends = [rank_memory(role, one, rank) for rank in {0, (one.p - 1) * one.t}]
-            except BadInput:
-                self._bytes[key] = None
-            else:
-                most = max(ends, key=lambda end: end.lasting)
-                optimizer = most.optimizer * replicas if self._cuts_optimizer else 0
-                self._bytes[key] = most.lasting, max(end.passing for end in ends), optimizer
-        found = self._bytes[key]
+        found = _held(self._alone, self._cuts_optimizer, layout.p, layout.t, replicas, again)
         if found is None:
             return None
         lasting, passing, optimizer = found
@@ -286,6 +267,29 @@ class RoleOptions:
         return self._generated[key]
 
 
+@lru_cache(maxsize=100_000)
+def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool) -> tuple[int, int, int] | None:
+    """(lasting, passing, optimizer) bytes of the fullest rank; cut: whether replicas share the optimizer."""
+    if cut:  # by the size of two replicas, of which each has half of it
+        training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
+        role = replace(role, training=training)
+    one = Layout(p, t, replicas)
+    try:
+        role.weights.check(p, t)
+        ends = [rank_memory(role, one, rank) for rank in {0, (p - 1) * t}]
+    except BadInput:
+        return None
+    most = max(ends, key=lambda end: end.lasting)
+    return most.lasting, max(end.passing for end in ends), most.optimizer * replicas if cut else 0
+
+
+@lru_cache(maxsize=256)
+def _alone(role: RoleModel, longest: int, trained: bool) -> RoleModel:
+    """A role without generation, whose memory the search counts; a row that is longer than a micro-batch goes alone."""
+    training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
+    return replace(role, generation=None, training=training, trained=trained)
+
+
 def _best(options: list[Option]) -> tuple[Option, ...]:
     """Those that no other of the same tensor size of generation matches or beats in every second and byte."""
     kept: list[Option] = []
@@ -301,12 +305,12 @@ def undominated(figures: NDArray[np.float64]) -> list[int]:
     equal rows the first."""
     # a row of the smallest sum is beaten by none: keep it, drop what it beats, go on with the others
     scaled = figures / np.maximum(np.abs(figures).max(axis=0, initial=0.0), 1e-300)
-    sums, left, found = scaled.sum(axis=1), np.arange(len(figures)), []
+    left, found = np.lexsort((*figures.T[::-1], scaled.sum(axis=1))), []
+    rows = figures[left]
     while len(left):
-        best = left[np.lexsort((left, *figures[left].T[::-1], sums[left]))[0]] if len(left) < 64 else left[
-            sums[left].argmin()]  # fmt: skip
-        found.append(int(best))
-        left = left[~(figures[best] <= figures[left]).all(axis=1)]
+        found.append(int(left[0]))
+        others = ~(rows[0] <= rows).all(axis=1)
+        left, rows = left[others], rows[others]
     return sorted(found)
 
 

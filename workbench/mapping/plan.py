@@ -262,9 +262,9 @@ class Plans:
     """What a search has found: plans of different sets, the quickest first, and how it was searched.
 
     granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
-    exact: whether allocations of every size were weighed, so that no plan is quicker by the cost model; with a
-    coarser granularity that holds among its multiples. error: relative, of a predicted iteration, where a workbench's
-    own measurements tell it.
+    gap: how much longer, at most, the best plan takes than the best there is by the cost model, whatever the numbers
+    of devices, as a share; infinite where that is not known. error: relative, of a predicted iteration, where a
+    workbench's own measurements tell it.
     """
 
     plans: tuple[Plan, ...]
@@ -274,8 +274,13 @@ class Plans:
     granularity: int
     placements_considered: int
     search_s: float
-    exact: bool
+    gap: float
     error: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether no plan is quicker by the cost model."""
+        return self.gap == 0
 
     @property
     def chance(self) -> float | None:
@@ -325,6 +330,7 @@ class Plans:
             "granularity": self.granularity,
             "search_s": self.search_s,
             "exact": self.exact,
+            "gap": self.gap if math.isfinite(self.gap) else None,
             **({} if self.chance is None else {"chance": self.chance}),
         }
 
@@ -338,7 +344,9 @@ class Plans:
         return rows
 
     def _caption(self) -> str:
-        how = "exact" if self.exact else f"allocations in multiples of {self.granularity} devices"
+        how = f"allocations in multiples of {self.granularity} devices, " if self.granularity > 1 else ""
+        bound = f"at most {self.gap:.1%} from the best" if math.isfinite(self.gap) else "without a bound"
+        how += "exact" if self.exact else bound
         where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
         count = f"{self.placements_considered} placement{'s' * (self.placements_considered != 1)}"
         return f"{where}: {count}, {how}, searched in {seconds_text(self.search_s)}"

@@ -3,12 +3,19 @@
     seconds of an iteration = sum over the stages of  max over the sets of  sum over the set's roles of  seconds
 
 A set of roles on n devices has a list of (generation, preparation, training) seconds, one for each way to lay its roles
-out, of which those count that no other beats in all three. Two sets side by side take the larger of each number. So for
-a partition of the roles the best of all allocations is found by adding one set after another and keeping, for each
-number of devices, the triples that no other beats: what is dropped can end in no better plan, whatever comes after it,
-as sums and maxima grow with their parts. Within a set, roles are joined one after another in the same way: of those
-that generate nothing, what others beat in seconds, in lasting and in passing bytes is dropped. `tests/mapping` holds
-this against walking through all mappings.
+out, of which those count that no other beats in all three. Two sets side by side take the larger of each number, and
+the sum of the devices. So for a partition of the roles the best of all allocations is found by adding one set after
+another and keeping the rows (devices, seconds by stage) that no other beats: what is dropped can end in no better plan,
+whatever comes after it, as sums and maxima grow with their parts. Within a set, roles are joined one after another in
+the same way: of those that generate nothing, what others beat in seconds, in lasting and in passing bytes is dropped.
+
+Most sizes of a set need no such list. In each stage it takes at least the sum of what each of its roles takes there in
+its quickest layout; what the other sets take at least, on the devices that it leaves them, follows in the same way. The
+best plan on coarse multiples of devices is a bound from above: sizes of a set with which every plan takes longer are
+dropped, and so are rows that take longer with what is still to come. The search goes on with finer multiples, down to
+single devices. Beyond `MOST_EXACT` devices seconds are rounded down to powers of 1.01: no plan takes less than what is
+found by them, and the plan behind it takes at most 1 % more. `tests/mapping` holds this against walking through all
+mappings.
 
 The printed algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
 `devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.
@@ -18,10 +25,11 @@ What is said where nothing fits: the bytes, and the settings that would help, ea
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -107,23 +115,22 @@ def _changed(
     return replace(workload, engine=engine, training=replace(workload.training, **settings)), changed
 
 
-MOST_SIZES = 128  # of a set, in the grid of allocations: so fine is the granularity that is chosen
+MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
+MOST_EXACT = 2048  # devices up to which seconds are not rounded
+ROUGH = math.log(1.01)  # of the logarithm of seconds, where they are
+FEW_SIZES, FINER = 32, 8  # sizes that are tried without a plan that bounds them; how much finer the next multiples are
+MOST_PAIRS = 100_000  # of rows that are weighed at a time
+SLACK = 1e-9  # relative, of what is compared: far above what summing in another order changes
 COARSE = 16  # allocations of each set that are tried to tell whether a setting makes a placement fit
 POLICY = ("actor", "reference")
 Named = Literal["auto", "colocate", "split", "standalone"]
 
 Sets = tuple[tuple[str, ...], ...]
+_Found = tuple[Plan | None, float]  # of a partition: the best plan, seconds than which none takes less
 _Set = tuple[tuple[str, ...], int, tuple[Option, ...]]  # roles, devices, and how each role is laid out there
 # [ways, 5]: seconds by stage, lasting and passing bytes; DeepSpeed's tensor ranks, 0: none; an option for each role
+_Sized = tuple["NDArray[np.float64]", list[_Set]]  # [ways, 3]: seconds by stage; where each comes from
 _Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...]]]
-
-
-@dataclass(frozen=True, eq=False)
-class Front:
-    """Triples of stage seconds that no other beats, and where each comes from."""
-
-    seconds: NDArray[np.float64]  # [k, 3]
-    origins: tuple[tuple[_Set, ...], ...]
 
 
 @checked_call("wb.mapping.search")
@@ -148,7 +155,8 @@ def search(
     models: role -> size preset ("llama-7b", ...), a model's name or folder, a transformers config; None: a function,
     which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
     placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
-    so fine that a set has at most 128 sizes, 1 up to 128 devices. A plan may leave devices idle. strategy: of the
+    1 up to 16,384 devices. A plan may leave devices idle. Up to 2048 devices the best plan is the best there is, beyond
+    within 1 % of it: see `Plans.gap`. strategy: of the
     transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: generation, forward passes
     and training of a role each have a layout of their own, to which weights are copied each iteration (ReaLHF's
     question, arXiv:2406.14088); such a plan is no placement of a workbench yet. uncalled: models of roles that the
@@ -191,26 +199,32 @@ def search(
         raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
 
-    def searched(work: Workload, roles: Mapping[str, RoleModel], count: int, step: int) -> Iterator[Plan | None]:
-        """The best plan of each partition, None where none fits."""
+    def prepared(work: Workload, roles: Mapping[str, RoleModel], count: int) -> _Search:
         options = options_of(roles, machine, work, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-        one = _Search(options, count, step, functions)
-        return (one.best(sets, count // 2 // step if placement == "split" else None) for sets in partitions)
+        return _Search(options, count, functions, halves=placement == "split")
 
-    found = [plan for plan in searched(workload, placed, devices, unit) if plan is not None]
-    if not found:
+    one, steps = prepared(workload, placed, devices), [unit]
+    while devices // steps[0] > FEW_SIZES and not one.halves:
+        steps.insert(0, steps[0] * FINER)
+    every: list[_Found] = [(None, math.inf)] * len(partitions)
+    for step in steps:
+        every = one.refine(partitions, step, every)
+    if all(plan is None for plan, _ in every):
 
         def fits(work: Workload, roles: Mapping[str, RoleModel], count: int) -> bool:
-            return any(plan is not None for plan in searched(work, roles, count, max(unit, count // COARSE)))
+            other, step = prepared(work, roles, count), max(unit, count // COARSE)
+            return any(other.refine([sets], step, [(None, math.inf)])[0][0] for sets in partitions)
 
-        options = options_of(placed, machine, workload, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-        raise nothing_fits(options, devices, placement, unit, fits)
-    least_s = min(plan.iteration_s for plan in found)
-    found = ranked(replace(plan, dependencies=dependencies) for plan in found)
-    proven = found[0].iteration_s <= least_s * (1 + 1e-9)
+        raise nothing_fits(one.options, devices, placement, unit, fits)
+    if unit > 1:
+        every = one.refine(partitions, 1, every, bounds=True) if devices <= MOST_SIZES else [(p, 0.0) for p, _ in every]
+    found = ranked(replace(plan, dependencies=dependencies) for plan, _ in every if plan is not None)
+    least_s = min(seconds for _, seconds in every)
+    gap = found[0].iteration_s / least_s - 1 if least_s else math.inf
     return Plans(
         plans=tuple(found[:top]), workload=workload, hardware=machine, devices=devices, granularity=unit,
-        placements_considered=len(partitions), search_s=time.perf_counter() - start_s, exact=unit == 1 and proven,
+        placements_considered=len(partitions), search_s=time.perf_counter() - start_s,
+        gap=gap if gap > 10 * SLACK else 0.0,
     )  # fmt: skip
 
 
@@ -248,56 +262,135 @@ def _granularity(devices: int) -> int:
 
 
 class _Search:
-    """What partitions share: the times of sets, and of several sets side by side."""
+    """What partitions share: the ways of sets on numbers of devices, and bounds of them. halves: whether each of two
+    sets has one."""
 
-    def __init__(self, options: Mapping[str, RoleOptions], devices: int, unit: int, functions: tuple[str, ...]) -> None:
-        self.options, self.functions = options, functions
+    def __init__(
+        self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *, halves: bool
+    ) -> None:
+        self.options, self.functions, self.devices, self.halves = options, functions, devices, halves
         self.model = next(iter(options.values())).model
-        self.devices, self.units, self.unit = devices, devices // unit, unit
-        self._sets: dict[tuple[str, ...], list[Front]] = {}
-        self._several: dict[Sets, list[Front]] = {}
+        self._least: dict[tuple[str, int], NDArray[np.float64]] = {}
+        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = {}
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
-    def best(self, sets: Sets, exactly: int | None = None) -> Plan | None:
-        """The quickest plan of a partition; None where none fits. exactly: units of each set."""
-        # those that generate come last, with most triples; the merges of the others are shared by partitions
-        order = tuple(sorted(sets, key=lambda one: (any(self.options[r].generates for r in one), len(one), one)))
-        if exactly is not None:
-            fronts = [self._alone(one, exactly * self.unit) for one in order]
-            last = fronts[0]
-            for front in fronts[1:]:
-                last = _both([last], [front], 0)
-        elif len(order) == 1:
-            last = self._times(order[0])[self.units]
-        else:
-            last = _both(self._side_by_side(order[:-1]), self._times(order[-1]), self.units)
-        if not len(last.seconds):
-            return None
-        n = int(seconds_of(last.seconds.T, self.model.workload).argmin())
-        return self._plan(last.origins[n])
+    def refine(
+        self, partitions: Sequence[Sets], unit: int, found: Sequence[_Found], *, bounds: bool = False
+    ) -> list[_Found]:
+        """Of each partition the best plan by multiples of `unit` devices, and seconds than which none takes less.
+        found: what is known, which bounds the search. bounds: the seconds only, which need no ways of sets."""
+        limits = [np.inf if plan is None else plan.iteration_s * (1 + SLACK) for plan, _ in found]
+        # those that generate come last, with most ways
+        orders = [sorted(sets, key=lambda one: (any(self.options[r].generates for r in one), len(one), one))
+                  for sets in partitions]  # fmt: skip
+        windows = [self._windows(sets, unit, limit) for sets, limit in zip(orders, limits, strict=True)]
+        sizes: dict[tuple[str, ...], Any] = {}
+        for sets, (within, _) in zip(orders, windows, strict=True):
+            for one, mask in zip(sets, within, strict=True):
+                sizes[one] = sizes.get(one, False) | mask
+        rows = {one: self._rows(one, np.flatnonzero(mask).tolist(), unit, bounds) for one, mask in sizes.items()}
+        better = []
+        for sets, (within, after), limit, (plan, _) in zip(orders, windows, limits, found, strict=True):
+            least_s, picks = self._side_by_side([rows[one][0] for one in sets], within, after, limit)
+            if len(picks) and not bounds:
+                other = self._plan([rows[one][1][k] for one, k in zip(sets, picks, strict=True)])
+                plan = other if plan is None or other.iteration_s < plan.iteration_s else plan
+            better.append((plan, least_s))
+        return better
 
-    def _side_by_side(self, sets: Sets) -> list[Front]:
-        """The fronts of several sets together, by the units that they have at most."""
-        if len(sets) == 1:
-            return self._times(sets[0])
-        if sets not in self._several:
-            before, times = self._side_by_side(sets[:-1]), self._times(sets[-1])
-            self._several[sets] = [_both(before, times, units) for units in range(self.units + 1)]
-        return self._several[sets]
+    def least(self, roles: tuple[str, ...], unit: int) -> NDArray[np.float64]:
+        """[units + 1, 3]: seconds by stage than which a set on exactly so many units takes no less: the sum of what its
+        roles take at least. Infinite where it does not fit."""
+        for role in roles:
+            if (role, unit) not in self._least:
+                rows = [self._least_of(role, devices) for devices in range(unit, self.devices + 1, unit)]
+                self._least[role, unit] = np.array([(np.inf,) * 4, *rows])
+        found = np.sum([self._least[role, unit] for role in roles], axis=0)
+        found[found[:, 3] > self.model.hardware.usable_bytes] = np.inf
+        return self._rounded(found[:, :3] * (1 - SLACK))
 
-    def _times(self, roles: tuple[str, ...]) -> list[Front]:
-        """The fronts of a set, by the units that it has at most."""
-        if roles not in self._sets:
-            fronts = [Front(np.zeros((0, 3)), ())]
-            for units in range(1, self.units + 1):
-                own, before = self._alone(roles, units * self.unit), fronts[-1]
-                fronts.append(_front(np.concatenate([before.seconds, own.seconds]), (*before.origins, *own.origins))
-                              if len(own.seconds) else before)  # fmt: skip
-            self._sets[roles] = fronts
-        return self._sets[roles]
+    def _least_of(self, role: str, devices: int) -> tuple[float, ...]:
+        """Of each stage the least seconds, and the least of lasting bytes."""
+        options = self.options[role].on(devices)
+        if not options:
+            return (np.inf,) * 4
+        figures = np.array([(*option.seconds, option.lasting) for option in options])
+        if self.options[role].generates:
+            sizes = np.array([option.t_g for option in options])
+            figures[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
+        return tuple(figures.min(axis=0))
 
-    def _alone(self, roles: tuple[str, ...], devices: int) -> Front:
+    def _rounded(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self.devices <= MOST_EXACT:
+            return seconds
+        with np.errstate(divide="ignore"):
+            return np.exp(np.floor(np.log(seconds) / ROUGH) * ROUGH)
+
+    def _windows(self, sets: Sequence[tuple[str, ...]], unit: int, limit: float) -> tuple[list[Any], list[Any]]:
+        """For each set, with which units it may be part of a plan that takes no longer than `limit`; and what the sets
+        after it take at least, by the units that are left for them."""
+        least = [self.least(one, unit) for one in sets]
+        falling = [np.minimum.accumulate(one) for one in least]
+        before = list(accumulate(falling, _beside, initial=np.zeros_like(least[0])))
+        after = list(accumulate(falling[::-1], _beside, initial=np.zeros_like(least[0])))[::-1]
+        within = []
+        for n, one in enumerate(least):
+            others = _beside(before[n], after[n + 1])[::-1]
+            bound = seconds_of(np.maximum(one, others).T, self.model.workload)
+            mask = (bound <= limit) & np.isfinite(bound)
+            within.append(mask & (np.arange(len(one)) == self.devices // 2 // unit) if self.halves else mask)
+        return within, after[1:]
+
+    def _rows(
+        self, roles: tuple[str, ...], sizes: Sequence[int], unit: int, bounds: bool
+    ) -> tuple[NDArray[np.float64], list[_Set]]:
+        """(units, seconds by stage) of the ways of a set on some numbers of units, without those that others beat, and
+        where each comes from. bounds: one of each number, of the least seconds."""
+        least, found, origins = self.least(roles, unit), np.zeros((0, 4)), []
+        for units in sizes:
+            if (found[:, 1:] <= least[units]).all(axis=1).any():
+                continue
+            seconds, made = (least[[units]], []) if bounds else self._alone(roles, units * unit)
+            if not bounds:
+                seconds = self._rounded(seconds)
+            kept = [k for k in undominated(seconds) if not (found[:, 1:] <= seconds[k]).all(axis=1).any()]
+            found = np.concatenate([found, np.column_stack([np.full(len(kept), units), seconds[kept]])])
+            origins += [made[k] for k in kept if made]
+        return found, origins
+
+    def _side_by_side(
+        self, rows: Sequence[NDArray[np.float64]], within: Sequence[Any], after: Sequence[Any], limit: float
+    ) -> tuple[float, NDArray[np.int64]]:
+        """The least seconds of sets side by side, of each stage the larger ones counting, and of which row of each set:
+        of none, and the limit, where no way takes less than that."""
+        units, joint, picks = len(after[0]) - 1, np.zeros((1, 5)), np.zeros((1, 0), dtype=np.int64)
+        for own, mask, rest in zip(rows, within, after, strict=True):
+            numbers = np.flatnonzero(mask[own[:, 0].astype(int)])
+            every, chosen = [joint[:0]], [np.zeros((0, picks.shape[1] + 1), dtype=np.int64)]
+            for part in np.array_split(np.arange(len(joint)), len(joint) * len(numbers) // MOST_PAIRS + 1):
+                a, b = np.nonzero(joint[part, None, 0] + own[None, numbers, 0] <= units)
+                a, b = part[a], numbers[b]
+                taken, seconds = joint[a, 0] + own[b, 0], np.maximum(joint[a, 1:4], own[b, 1:])
+                bound = seconds_of(np.maximum(seconds, rest[units - taken.astype(int)]).T, self.model.workload)
+                kept = np.flatnonzero(bound <= limit)
+                if rest is after[-1]:
+                    kept = kept[np.argsort(bound[kept])[:1]]
+                new = np.column_stack([taken, seconds, bound])[kept]
+                best = undominated(new[:, :4])
+                every.append(new[best])
+                chosen.append(np.column_stack([picks[a], b])[kept[best]])
+            joint, picks = np.concatenate(every), np.concatenate(chosen)
+            best = undominated(joint[:, :4])
+            joint, picks = joint[best], picks[best]
+        if not len(joint):
+            return limit, np.zeros(0, dtype=np.int64)
+        n = joint[:, 4].argmin()
+        return float(joint[n, 4]), picks[n]
+
+    def _alone(self, roles: tuple[str, ...], devices: int) -> _Sized:
         """The ways of a set on exactly so many devices."""
+        if (roles, devices) in self._alones:
+            return self._alones[roles, devices]
         makers = [role for role in roles if self.options[role].generates]
         others = tuple(role for role in roles if role not in makers)
         figures, tensor, ways = self._together(others, devices)
@@ -318,8 +411,9 @@ class _Search:
             found = dict(zip(others, ways[index[k]], strict=True))
             for role, picks in zip(makers, chosen, strict=True):
                 found[role] = self.options[role].on(devices)[picks[k]]
-            origins.append(((roles, devices, tuple(found[role] for role in roles)),))
-        return Front(seconds[kept], tuple(origins))
+            origins.append((roles, devices, tuple(found[role] for role in roles)))
+        self._alones[roles, devices] = seconds[kept], origins
+        return seconds[kept], origins
 
     def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:
         """Roles that generate nothing: their layouts that no others beat in seconds and bytes, whatever comes to them
@@ -370,30 +464,13 @@ class _Search:
                     functions=self.functions)  # fmt: skip
 
 
-def _front(seconds: NDArray[np.float64], origins: Sequence[Any]) -> Front:
-    kept = undominated(seconds)
-    return Front(seconds[kept], tuple(origins[k] for k in kept))
-
-
-def _both(one: Sequence[Front], other: Sequence[Front], units: int) -> Front:
-    """Two groups of sets side by side on at most so many units in all: of each stage the larger seconds."""
-    seconds: list[NDArray[np.float64]] = []
-    pairs: list[tuple[int, int, int, int]] = []
-    for mine in range(units + 1):
-        a, b = one[mine].seconds, other[units - mine].seconds
-        if not len(a) or not len(b):
-            continue
-        # where one more unit changes nothing on either side, it is the pair before
-        if mine and one[mine] is one[mine - 1]:
-            continue
-        seconds.append(np.maximum(a[:, None, :], b[None, :, :]).reshape(-1, 3))
-        pairs += [(mine, i, units - mine, j) for i, j in product(range(len(a)), range(len(b)))]
-    if not seconds:
-        return Front(np.zeros((0, 3)), ())
-    every = np.concatenate(seconds)
-    kept = undominated(every)
-    origins = []
-    for k in kept:
-        mine, i, theirs, j = pairs[k]
-        origins.append((*one[mine].origins[i], *other[theirs].origins[j]))
-    return Front(every[kept], tuple(origins))
+def _beside(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Two groups of sets side by side, by the units that they have at most: of each stage by itself, the least that the
+    slower one takes. one, other: [units + 1, 3], falling."""
+    found, units = np.full(one.shape, np.inf), np.arange(len(one))
+    for a, b in ((one, other), (other, one)):
+        for stage in range(a.shape[1]):
+            taken = units + np.searchsorted(-b[:, stage], -a[:, stage])  # until b takes no longer than a
+            fits = taken < len(units)
+            np.minimum.at(found[:, stage], taken[fits], a[fits, stage])
+    return np.minimum.accumulate(found)

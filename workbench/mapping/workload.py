@@ -229,6 +229,9 @@ def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedC
     return model
 
 
+_models: dict[tuple[Any, ...], RoleModel] = {}
+
+
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
     """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
     model is None is a function and is left out."""
@@ -238,11 +241,13 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
     for role, model in models.items():
         if model is None:
             continue
-        training = workload.training
-        found[role] = model if isinstance(model, RoleModel) else RoleModel(
-            config=config_of(model), head=head_of(role), dtype=workload.dtype, training=training,
-            trained=role in TRAINED_ROLES,
-        )  # fmt: skip
+        if not isinstance(model, RoleModel):
+            config, training, trained = config_of(model), workload.training, role in TRAINED_ROLES
+            # equal ones are one object, whose bytes and shapes are worked out once
+            key = type(config), config.to_json_string(), head_of(role), workload.dtype, training, trained
+            model = _models.setdefault(key, RoleModel(config=config, head=head_of(role), dtype=workload.dtype,
+                                                      training=training, trained=trained))  # fmt: skip
+        found[role] = model
     if ROLLOUT in found:
         found[ROLLOUT] = replace(found[ROLLOUT], trained=False, samples_only=True)
     if lost := [role for role in workload.roles if role not in found]:
