@@ -91,7 +91,8 @@ class Hardware:
     of a CPU machine. matrix_flop_s: peak of matrix products by dtype, floating-point operations a second, of one
     device. products: what products of a shape reach of it. memory_bytes_s: of a device's memory. inside_bytes_s: one
     way, of one device, to others of its machine. machine_bytes_s: one way, of one machine's network, shared by its
-    devices. load_bytes_s: of weights that a generation engine takes over, on one device. inside_latency_s,
+    devices. load_bytes_s: of weights that a generation engine takes over, on one device. host_bytes_s: one
+    way, of one device, from and to the host's memory. inside_latency_s,
     between_latency_s: of one hop of a collective. runs_ahead: whether the host starts work before the device has done
     what came before, so that starting it takes no time of its own. layer_start_s: until the host has started a layer's
     kernels, in decoding steps, which wait for each token, and in passes where the host does not run ahead. usable:
@@ -108,6 +109,7 @@ class Hardware:
     machine_bytes_s: float
     products: ProductRates = field(default_factory=ProductRates)
     load_bytes_s: float = 2.7e9
+    host_bytes_s: float = 25e9
     inside_latency_s: float = 4e-6
     between_latency_s: float = 25e-6
     runs_ahead: bool = True
@@ -119,7 +121,7 @@ class Hardware:
         check_fields(self, "Hardware.")
         whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
         for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "load_bytes_s",
-                     "usable"):  # fmt: skip
+                     "host_bytes_s", "usable"):  # fmt: skip
             at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)
         for name in ("inside_latency_s", "between_latency_s", "layer_start_s"):
             at_least(f"Hardware.{name}", getattr(self, name), 0)
@@ -178,7 +180,7 @@ class Hardware:
 # 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k
 # (Dao 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which
 # hold the gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s
-# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached.
+# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached. To the host: PCIe of 16 lanes, 4 and 5, of which eight tenths are reached.
 _A100 = ProductRates(units=108, share=0.857, edge=6.82, memory_share=0.752, stream_share=0.9,
                      attention_share=0.55, launch_s=5.5e-6, tiles=True)  # fmt: skip
 _H100 = ProductRates(units=132, share=0.985, edge=18.2, memory_share=0.855, stream_share=0.9,
@@ -191,10 +193,10 @@ PRESETS: dict[str, Hardware] = {
                  inside_bytes_s=200e9, machine_bytes_s=22.5e9),
         Hardware(name="h100", devices_per_machine=8, memory_bytes=80 * GIB, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=3.35e12,
-                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, host_bytes_s=50e9, inside_latency_s=2.7e-6),
         Hardware(name="h200", devices_per_machine=8, memory_bytes=141 * 10**9, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=4.8e12,
-                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, host_bytes_s=50e9, inside_latency_s=2.7e-6),
     )
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ class RoleOptions:
             self.layouts(devices, fit=False) if several else []
         )  # a copy for a pass is less than what training holds
         for layout, again in product(self.layouts(devices), self.agains):
-            held = self._held(layout, again)
+            held = self._in_turns(self._held(layout, again))
             if held is None or sum(held) > self.model.hardware.usable_bytes:
                 continue
             for generating, own in self._generating(layout):
@@ -112,7 +112,7 @@ class RoleOptions:
     def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
         """The option of a given layout, whether it fits or not. room: bytes of a device while the role computes; where
         its activations take more, they are recomputed if they may be."""
-        every = {again: self._held(layout, again) for again in self.agains}
+        every = {again: self._in_turns(self._held(layout, again)) for again in self.agains}
         again = next((again for again, held in every.items() if held and held[1] <= room), self.agains[-1])
         held = every[again]
         if held is None:
@@ -124,6 +124,10 @@ class RoleOptions:
         if self.generates and own is None:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
         return self._option(Option(layout, *held, own_t_g=own, again=again))
+
+    def _in_turns(self, held: tuple[int, int] | None) -> tuple[int, int] | None:
+        """(lasting, passing), where roles take turns in the memory: all of it is held only while the role computes."""
+        return (0, sum(held)) if held and self.model.workload.take_turns else held
 
     def _option(self, option: Option) -> Option:
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -150,6 +154,12 @@ class RoleOptions:
             add("transition", STAGES[0], model.transition(self.role, layout, self.strategy))
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
+        computed = {call.stage: call.kind for call in self.calls if call.kind != "generate"}
+        for stage, kind in computed.items() if model.workload.take_turns else ():  # in, and out again
+            cut = option.inference or layout
+            held = self._held(layout, option.again) if kind == "train" else None
+            nbytes = held[0] if held else self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
+            add("load", stage, Terms(links=2 * nbytes / model.hardware.host_bytes_s))
         for call in self.calls:
             if call.kind == "infer":
                 add(call.name, call.stage, self._term("infer", option.inference or layout, False))
