@@ -177,10 +177,11 @@ class Hardware:
 # Peaks, memory: NVIDIA's data sheets (dense rates, SXM). Products, all-reduces: fitted to the kernels that Vidur's
 # authors timed on DGX machines (Agrawal et al. 2024, arXiv:2405.05465; data/profiling of microsoft/vidur, MIT licence),
 # products to those of Llama-2-7B alone: on the other sizes, up to 72B, they are off by 6 to 7 % in the mean on A100, by
-# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k
-# (Dao 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which
-# hold the gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s
-# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached. To the host: PCIe of 16 lanes, 4 and 5, of which eight tenths are reached.
+# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k (Dao
+# 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which hold the
+# gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s (A100) or 400
+# Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached. To the host: PCIe
+# of 16 lanes, 4 and 5, of which eight tenths are reached.
 _A100 = ProductRates(units=108, share=0.857, edge=6.82, memory_share=0.752, stream_share=0.9,
                      attention_share=0.55, launch_s=5.5e-6, tiles=True)  # fmt: skip
 _H100 = ProductRates(units=132, share=0.985, edge=18.2, memory_share=0.855, stream_share=0.9,

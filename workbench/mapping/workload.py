@@ -86,7 +86,7 @@ class Workload:
     states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
     `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
     their own, generate ahead, so that generation and training run at the same time. take_turns: whether the roles of a
-    device are there one after another, the others' weights and optimizers in host memory (`wb.open(share_memory=True)`).
+    device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`).
     """
 
     algorithm: str = "ppo"
