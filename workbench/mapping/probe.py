@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -63,9 +65,10 @@ def _measured(threads: int) -> Hardware:
     units = torch.cuda.get_device_properties(0).multi_processor_count if gpu else 1
     begun = ProductRates(units=units, tiles=gpu, launch_s=start_s, attention_share=attended / rates[name])
     products = fitted_rates(times, begun, flop_s=rates[name], memory_bytes_s=copied, item_bytes=item)
-    # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here
+    # processes of a CPU machine send each other bytes as sockets do; a GPU's fabric is not measured here
+    link = copied / 4 if gpu else _sent_bytes_s()
     return Hardware(name="this machine", devices_per_machine=1, memory_bytes=1, matrix_flop_s=rates, products=products,
-                    memory_bytes_s=copied, inside_bytes_s=copied / 4, machine_bytes_s=copied / 4,
+                    memory_bytes_s=copied, inside_bytes_s=link, machine_bytes_s=link,
                     load_bytes_s=copied / 4, inside_latency_s=5e-6 if gpu else 1e-4, between_latency_s=1e-4,
                     runs_ahead=gpu, layer_start_s=LAYER_OPERATIONS * start_s, cores=None if gpu else cores()
                     )  # fmt: skip
@@ -88,7 +91,24 @@ def fitted_rates(
     )  # fmt: skip
 
 
-def _timed(call: Callable[[], Any], device: Any) -> float:
+def _sent_bytes_s() -> float:
+    """Bytes a second through a socket of this machine."""
+    sent = bytes(2**26)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other, ThreadPoolExecutor(1) as pool:
+
+            def over() -> None:
+                sending = pool.submit(one.sendall, sent)
+                left = len(sent)
+                while left:
+                    left -= len(other.recv(min(left, 2**20)))
+                sending.result()
+
+            return len(sent) / _timed(over)
+
+
+def _timed(call: Callable[[], Any], device: Any = None) -> float:
     """Seconds of a call: the quickest of several."""
     import torch
 
@@ -96,7 +116,7 @@ def _timed(call: Callable[[], Any], device: Any) -> float:
     for _ in range(5):
         start_s = time.perf_counter()
         call()
-        if device.type == "cuda":
+        if device is not None and device.type == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start_s)
     return min(found)
