@@ -245,18 +245,19 @@ def test_bounds_leave_out_nothing_that_is_quicker(
         "devices": devices, "hardware": machine(memory, 8, flop_s), "constants": Constants(calls=1e-3),
         "workload": work if ahead is None else work.with_rollout(ahead), "by_call": by_call,
     }  # fmt: skip
-    try:
-        expected = search(models, **asked)
-    except BadInput:
-        return
     module = importlib.import_module("workbench.mapping.search")
-    with pytest.MonkeyPatch.context() as few:
-        few.setattr(module, "FEW_SIZES", 1)
-        few.setattr(module, "FINER", 2)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(module, "FEW_SIZES", devices)
+        try:
+            expected = search(models, **asked)
+        except BadInput:
+            return
+        changed.setattr(module, "FEW_SIZES", 1)
+        changed.setattr(module, "FINER", 2)
         bounded = search(models, **asked)
         assert bounded.exact and expected.exact
         assert [plan.iteration_s for plan in bounded] == pytest.approx([plan.iteration_s for plan in expected])
-        few.setattr(module, "MOST_EXACT", 0)
+        changed.setattr(module, "MOST_EXACT", 0)
         rough = search(models, **asked)
         assert rough.gap <= 0.01 + 1e-6
     least_s, found = expected.best.iteration_s * (1 - 1e-9), [rough]

@@ -20,6 +20,7 @@ from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 
+FEW_ROWS = 100  # of which all pairs are compared
 WAVE_PARTS = 8  # of a wave: how finely caches are told apart
 
 
@@ -313,15 +314,18 @@ def _best(options: list[Option]) -> tuple[Option, ...]:
 def undominated(figures: NDArray[np.float64]) -> list[int]:
     """Of rows of finite figures, less being better in each column, those that no other row matches or beats in all; of
     equal rows the first."""
-    # a row of the smallest sum is beaten by none: keep it, drop what it beats, go on with the others
+    # in the order of their sums no row beats one before it: keep the first, drop what it beats, go on with the others
     scaled = figures / np.maximum(np.abs(figures).max(axis=0, initial=0.0), 1e-300)
     left, found = np.lexsort((*figures.T[::-1], scaled.sum(axis=1))), []
     rows = figures[left]
-    while len(left):
+    while len(left) > FEW_ROWS:
         found.append(int(left[0]))
         others = ~(rows[0] <= rows).all(axis=1)
         left, rows = left[others], rows[others]
-    return sorted(found)
+    beats = np.ones((len(rows),) * 2, dtype=bool)
+    for column in rows.T:  # few: all pairs at once
+        beats &= column[:, None] <= column
+    return sorted(found + left[~np.triu(beats, 1).any(axis=0)].tolist())
 
 
 def options_of(

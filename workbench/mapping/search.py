@@ -122,7 +122,7 @@ def _changed(
 MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
 MOST_EXACT = 2048  # devices up to which seconds are not rounded
 ROUGH = math.log(1.01)  # of the logarithm of seconds, where they are
-FEW_SIZES, FINER = 32, 8  # sizes that are tried without a plan that bounds them; how much finer the next multiples are
+FEW_SIZES, FINER = 8, 4  # sizes that are tried without a plan that bounds them; how much finer the next multiples are
 MOST_PAIRS = 100_000  # of rows that are weighed at a time
 SLACK = 1e-9  # relative, of what is compared: far above what summing in another order changes
 COARSE = 16  # allocations of each set that are tried to tell whether a setting makes a placement fit
