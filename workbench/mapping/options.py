@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -20,6 +20,7 @@ from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel
 from workbench.settings.layout import Layout
 
+AT_ONCE = 128  # rows of figures that are compared all with all
 WAVE_PARTS = 8  # of a wave: how finely caches are told apart
 
 
@@ -46,6 +47,9 @@ class Option:
         return self.own_t_g or self.layout.t_g or 1
 
 
+_layout, _generating = lru_cache(Layout), lru_cache(Layout.generating)  # checked once
+
+
 class RoleOptions:
     """The options of one role, by number of devices; each is worked out once.
 
@@ -65,7 +69,6 @@ class RoleOptions:
         self._found: dict[int, tuple[Option, ...]] = {}
         self._bytes: dict[tuple[int, int, int, bool], tuple[int, int, int] | None] = {}
         self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
-        self._generated: dict[tuple[int, int, float], float] = {}
 
     @property
     def by_deepspeed(self) -> bool:
@@ -142,10 +145,10 @@ class RoleOptions:
 
         def add(name: str, stage: str, terms: Terms) -> None:
             if terms != Terms():
-                found.append(CallPlan(name, stage, terms, self.constants.seconds(terms)))
+                found.append(CallPlan(name, stage, terms, float(self.constants.seconds(terms))))
 
         if option.own_t_g is not None and not self.role.samples_only:
-            add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
+            add("relayout", STAGES[0], self._moved(layout, _layout(1, option.own_t_g, layout.size // option.own_t_g)))
         if self.role.samples_only:
             received = self.generation_bytes(option.t_g)
             add("sync", STAGES[0], model.moved(self.role, received, layout.size + 1, option.t_g))
@@ -199,7 +202,7 @@ class RoleOptions:
             for p in range(1, min(devices // t, self.role.layers) + 1):
                 if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
-                layout = Layout(p, t, devices // (p * t))
+                layout = _layout(p, t, devices // (p * t))
                 held = self._held(layout, self.agains[-1])
                 if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
@@ -216,7 +219,7 @@ class RoleOptions:
             if self._t_g not in (None, t_g):
                 continue
             if layout.t % t_g == 0:
-                yield layout.generating(t_g), None
+                yield _generating(layout, t_g), None
             elif (whole or self._by_call) and self._groups(t_g, layout.size):
                 yield layout, t_g
 
@@ -233,14 +236,15 @@ class RoleOptions:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
         if self.role.samples_only:
             return 0, 0
-        role = self._alone
-        if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
-            training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
-            role = replace(role, training=training)
-        replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
+        engine = "zero1" if self._cuts_optimizer else self._alone.engine
+        replicas = layout.d if engine.startswith("zero") else min(layout.d, 2)
         key = layout.p, layout.t, replicas, again
         if key not in self._bytes:
-            one = Layout(layout.p, layout.t, replicas)
+            role = self._alone
+            if self._cuts_optimizer:  # by the size of two replicas, of which each has half of the optimizer
+                training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
+                role = replace(role, training=training)
+            one = _layout(layout.p, layout.t, replicas)
             try:
                 role.weights.check(one.p, one.t)
                 ends = [rank_memory(role, one, rank) for rank in {0, (one.p - 1) * one.t}]
@@ -262,10 +266,10 @@ class RoleOptions:
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
-        waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
-        for wave in np.unique(waves[waves > 0]):
-            found[waves == wave] = self._generation(devices, t_g, float(wave))
-        return found
+        waves = self._waves(devices, t_g, cache_bytes)
+        terms = self.model.generate(self.role, devices, t_g, np.maximum(waves, 1.0))
+        count = sum(call.kind == "generate" for call in self.calls)
+        return np.where(waves > 0, count * self.constants.seconds(terms), np.inf)
 
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
@@ -276,14 +280,6 @@ class RoleOptions:
         held = np.maximum(cache_bytes, longest) / (longest * share)
         waves = np.ceil(WAVE_PARTS * np.maximum(1.0, rows / held)) / WAVE_PARTS
         return np.where(cache_bytes >= longest, waves, 0.0)
-
-    def _generation(self, devices: int, t_g: int, waves: float) -> float:
-        key = devices, t_g, waves
-        if key not in self._generated:
-            count = sum(call.kind == "generate" for call in self.calls)
-            terms = self.model.generate(self.role, devices, t_g, waves)
-            self._generated[key] = count * self.constants.seconds(terms)
-        return self._generated[key]
 
 
 def _best(options: list[Option]) -> tuple[Option, ...]:
@@ -299,15 +295,19 @@ def _best(options: list[Option]) -> tuple[Option, ...]:
 def undominated(figures: NDArray[np.float64]) -> list[int]:
     """Of rows of finite figures, less being better in each column, those that no other row matches or beats in all; of
     equal rows the first."""
-    # a row of the smallest sum is beaten by none: keep it, drop what it beats, go on with the others
-    scaled = figures / np.maximum(np.abs(figures).max(axis=0, initial=0.0), 1e-300)
-    sums, left, found = scaled.sum(axis=1), np.arange(len(figures)), []
-    while len(left):
-        best = left[np.lexsort((left, *figures[left].T[::-1], sums[left]))[0]] if len(left) < 64 else left[
-            sums[left].argmin()]  # fmt: skip
+    left, found = np.arange(len(figures)), []
+    if len(left) > AT_ONCE:
+        scaled = figures / np.maximum(np.abs(figures).max(axis=0), 1e-300)
+        sums = scaled.sum(axis=1)
+    while len(left) > AT_ONCE:  # a row of the smallest sum is beaten by none: keep it, drop what it beats
+        best = left[sums[left].argmin()]
         found.append(int(best))
         left = left[~(figures[best] <= figures[left]).all(axis=1)]
-    return sorted(found)
+    least = np.ones((len(left), len(left)), dtype=bool)  # [by, of]
+    for column in figures[left].T:
+        least &= column[:, None] <= column
+    beaten = (least & ~(least.T & np.tri(len(left), dtype=bool))).any(axis=0)
+    return sorted([*found, *left[~beaten].tolist()])
 
 
 def options_of(

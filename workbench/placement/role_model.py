@@ -29,7 +29,7 @@ TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 _weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # several roles have one model, and asking takes time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class RoleModel:
     """A role's model by its configuration; no weights are read.
 
@@ -48,6 +48,9 @@ class RoleModel:
     adapter: LoRA | None = None
     samples_only: bool = False
     automatic_tokens: int = AUTOMATIC_TOKENS["cpu"]
+
+    def __hash__(self) -> int:  # its settings may not be hashable
+        return hash((self.head, self.dtype, self.trained, self.samples_only, self.layers, self.hidden))
 
     @property
     def micro_batch_tokens(self) -> int:

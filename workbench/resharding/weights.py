@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
@@ -144,6 +145,9 @@ class ModelWeights:
 
     weights: tuple[Weight, ...]
     layers: int
+    # worked out once: a search for a placement asks thousands of times
+    _stages: dict[tuple[int, int], tuple[Weight, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _fitting: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.weights)
@@ -151,7 +155,7 @@ class ModelWeights:
     def __len__(self) -> int:
         return len(self.weights)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
 
@@ -166,10 +170,14 @@ class ModelWeights:
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
-        return tuple(weight for weight in self.weights if i in self.stages(weight, p))
+        if (i, p) not in self._stages:
+            self._stages[i, p] = tuple(weight for weight in self.weights if i in self.stages(weight, p))
+        return self._stages[i, p]
 
     def check(self, p: int, t: int) -> None:
         """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
+        if (p, t) in self._fitting:
+            return
         for weight in self.weights:
             self.stages(weight, p)
             try:
@@ -177,6 +185,7 @@ class ModelWeights:
             except BadInput as error:
                 fitting = ", ".join(str(n) for n in range(1, MOST_TENSOR_RANKS + 1) if self._fits(n))
                 raise BadInput(error.value, error.rule, f"use one of t={fitting}") from None
+        self._fitting.add((p, t))
 
     def _fits(self, t: int) -> bool:
         return all(part.held_units(0, t, 1) is not None for weight in self.weights for part in weight.parts)
