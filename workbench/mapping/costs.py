@@ -86,10 +86,11 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Terms of calls on a hardware, for a workload."""
+    """Terms of calls on a hardware, for a workload. fronts: what a search has found for sets on some devices."""
 
     hardware: Hardware
     workload: Workload
+    fronts: dict[Any, Any] = field(default_factory=dict, repr=False)
     _known: dict[tuple[RoleModel, int, int, float], tuple[float, float, float]] = field(
         default_factory=dict, repr=False
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -314,6 +315,15 @@ def options_of(
     roles: Mapping[str, RoleModel], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
-    model = CostModel(hardware, workload)
-    return {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-            for name, role in roles.items()}  # fmt: skip
+    key = (*roles.items(), repr((hardware, workload, constants)), strategy, t_g, by_call)
+    if key not in _made:
+        if len(_made) >= MOST_MADE:
+            _made.pop(next(iter(_made)), None)
+        model = CostModel(hardware, workload)
+        _made[key] = {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+                      for name, role in roles.items()}  # fmt: skip
+    return _made[key]
+
+
+MOST_MADE = 64
+_made: dict[Any, dict[str, RoleOptions]] = {}  # searches on several numbers of devices share them

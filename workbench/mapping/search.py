@@ -290,7 +290,9 @@ class _Search:
         if roles not in self._sets:
             fronts = [Front(np.zeros((0, 3)), ())]
             for units in range(1, self.units + 1):
-                own, before = self._alone(roles, units * self.unit), fronts[-1]
+                key, before = (roles, units * self.unit), fronts[-1]
+                known = self.model.fronts
+                own = known[key] = known[key] if key in known else self._alone(*key)
                 fronts.append(_front(np.concatenate([before.seconds, own.seconds]), (*before.origins, *own.origins))
                               if len(own.seconds) else before)  # fmt: skip
             self._sets[roles] = fronts

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
@@ -145,9 +145,9 @@ class ModelWeights:
 
     weights: tuple[Weight, ...]
     layers: int
-    # worked out once: a search for a placement asks thousands of times
-    _stages: dict[tuple[int, int], tuple[Weight, ...]] = field(default_factory=dict, repr=False, compare=False)
-    _fitting: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((len(self.weights), self.layers, self.nbytes))
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.weights)
@@ -169,15 +169,13 @@ class ModelWeights:
             )
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
-        if (i, p) not in self._stages:
-            self._stages[i, p] = tuple(weight for weight in self.weights if i in self.stages(weight, p))
-        return self._stages[i, p]
+        return tuple(weight for weight in self.weights if i in self.stages(weight, p))
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
     def check(self, p: int, t: int) -> None:
         """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
-        if (p, t) in self._fitting:
-            return
         for weight in self.weights:
             self.stages(weight, p)
             try:
@@ -185,7 +183,6 @@ class ModelWeights:
             except BadInput as error:
                 fitting = ", ".join(str(n) for n in range(1, MOST_TENSOR_RANKS + 1) if self._fits(n))
                 raise BadInput(error.value, error.rule, f"use one of t={fitting}") from None
-        self._fitting.add((p, t))
 
     def _fits(self, t: int) -> bool:
         return all(part.held_units(0, t, 1) is not None for weight in self.weights for part in weight.parts)
