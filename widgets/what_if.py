@@ -20,8 +20,6 @@ class WhatIf(ipywidgets.VBox):
     """The best plan where the sliders are, and the map through that point over two of their axes. A thread searches,
     the quickest answers first, and begins anew where something has changed. drawn: when it is done."""
 
-    drawn: Future[None]
-
     def __init__(self, grid: PlacementMap, across: str, up: str) -> None:
         self.grid, self._asked, self._pool = grid, 0, ThreadPoolExecutor(1, "workbench-what-if")
         self.sliders = {
@@ -58,7 +56,7 @@ class WhatIf(ipywidgets.VBox):
         if self.across.value == self.up.value:
             (self.up if change.owner is self.across else self.across).value = change.old
         self._asked += 1
-        self.drawn = self._pool.submit(self._work, self._asked, *self.seen)
+        self.drawn: Future[None] = self._pool.submit(self._work, self._asked, *self.seen)
 
     def _work(self, asked: int, *seen: Any) -> None:
         drawn_s = 0.0

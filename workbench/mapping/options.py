@@ -237,8 +237,7 @@ class RoleOptions:
         """(lasting, passing) of the fullest rank, without generation; None where the layout does not cut the model."""
         if self.role.samples_only:
             return 0, 0
-        engine = "zero1" if self._cuts_optimizer else self._alone.engine
-        replicas = layout.d if engine.startswith("zero") else min(layout.d, 2)
+        replicas = layout.d if self.role.engine.startswith("zero") else min(layout.d, 2)
         key = layout.p, layout.t, replicas, again
         if key not in self._bytes:
             role = self._alone

@@ -36,15 +36,9 @@ Point = tuple[Any, ...]  # a value of each axis
 
 
 @checked_call("wb.mapping.what_if")
-def what_if(
-    models: Mapping[str, Any],
-    *,
-    devices: int = 64,
-    hardware: str | Hardware = "a100-80g",
-    workload: Workload | str = "ppo",
-    across: str = "devices",
-    up: str = "response_tokens",
-) -> WhatIf:
+def what_if(models: Mapping[str, Any], *, devices: int = 64, hardware: str | Hardware = "a100-80g",
+            workload: Workload | str = "ppo", across: str = "devices", up: str = "response_tokens"
+            ) -> WhatIf:  # fmt: skip
     """Sliders for devices, link speed, response length and model size; the best plan where they are, and a map of which
     placement is best over two of them. `.frame()` has the map's numbers, also without a browser.
 
@@ -79,7 +73,7 @@ class PlacementMap:
             for (axis, values), one in zip(AXES.items(), self.given, strict=True)
         }
         self._found: dict[Point, tuple[int, Plans | BadInput]] = {}  # after a search in so many parts
-        self._colours: dict[str, str] = {NOTHING: "transparent"}  # by placement
+        self._colours: dict[str, str] = {}  # by placement
 
     def _search(self, point: Point, parts: int) -> Plans | BadInput:
         devices, speed, tokens, size = point
@@ -99,12 +93,14 @@ class PlacementMap:
         return [tuple((given | {across: x, up: y}).values()) for y, x in values]
 
     def refine(self, point: Point, across: str, up: str) -> Iterator[None]:
-        """Search, a point at a time, in stages: the given one; every second row and column; the given one as finely as
-        it will be; all others; all once more in smaller parts."""
+        """Search, a point at a time, in stages: the given one; every fourth row and column, then every second; the
+        given one as finely as it will be; all others; all once more in smaller parts."""
         every, wide = self.points(point, across, up), len(self.steps[across])
         y, x = divmod(every.index(point), wide)
-        some = [one for n, one in enumerate(every) if (n // wide - y) % 2 == (n % wide - x) % 2 == 0]
-        for points, parts in ([point], COARSE), (some, COARSE), ([point], FINEST), (every, COARSE), (every, FINE):
+        fourth, second = ([one for n, one in enumerate(every) if (n // wide - y) % k == (n % wide - x) % k == 0]
+                          for k in (4, 2))  # fmt: skip
+        stages = [point], fourth, second, [point], every, every
+        for points, parts in zip(stages, (COARSE, COARSE, COARSE, FINEST, COARSE, FINE), strict=True):
             for one in points:
                 if one not in self._found or self._found[one][0] < parts:
                     self._found[one] = parts, self._search(one, parts)
@@ -133,31 +129,30 @@ class PlacementMap:
         for n, cell in enumerate(cells):
             near = min(known, key=lambda k: abs(k // wide - n // wide) + abs(k % wide - n % wide), default=n)
             name, text, tip = cells[near]["placement"], "\N{HORIZONTAL ELLIPSIS}<br>&nbsp;", "not searched yet"
+            colour, short = self._looks(name)
             if near == n and name:
                 takes = "" if name == NOTHING else f"{cell['iteration_s']:,.0f} s"
                 later = f" <small>+{cell['slower']:.0%}</small>" if cell["next"] else ""
-                text, tip = f"<b>{self._letters(name)}</b><br>{takes}{later}&nbsp;", f"{name} {takes}: {cell['why']}"
+                text, tip = f"<b>{short}</b><br>{takes}{later}&nbsp;", f"{name} {takes}: {cell['why']}"
             if n % wide == 0:
                 rows.append({"": value_text(cell[up])})
-            style = f"{BOX} {'currentColor' if n == own else 'transparent'};background:{self._colour(name)};width:80px"
+            style = f"{BOX} {'currentColor' if n == own else 'transparent'};background:{colour};width:80px"
             rows[-1][value_text(cell[across])] = Markup(f'<div style="{style}" title="{escape(tip)}">{text}</div>')
-        key = "".join(
-            f'<div><span style="{BOX} transparent;background:{self._colour(name)}">{self._letters(name)}</span> '
-            f"{name}: best in {count} of {len(known)}</div>"
-            for name, count in Counter(cells[n]["placement"] for n in known).most_common()
-        )
+        key = ""
+        for name, count in Counter(cells[n]["placement"] for n in known).most_common():
+            colour, short = self._looks(name)
+            key += f'<div><span style="{BOX} transparent;background:{colour}">{short}</span> {name}: best in {count}'
         axes = f"{label(across)} \N{RIGHTWARDS ARROW}, {label(up)} \N{UPWARDS ARROW}"
         return table(rows, caption=f"best placement ({axes}), its iteration, how much slower the next is") + key
 
-    def _colour(self, name: str) -> str:
-        fresh = f"{STROKES[(len(self._colours) - 1) % len(STROKES)].colour}59"  # with an alpha, for text in any theme
-        return self._colours.setdefault(name, fresh) if name else "transparent"
-
-    def _letters(self, name: str) -> str:
-        """A placement by the letters of its roles."""
-        styles = role_styles(self.models)
-        sets = [[styles[role].letter for role in one.split(" + ")] for one in name.split(" | ")] if "+" in name else []
-        return "|".join(map("".join, sets)) or ("all" if name == TOGETHER else "\N{MULTIPLICATION X}")
+    def _looks(self, name: str) -> tuple[str, str]:
+        """The colour of a placement, with an alpha for text of any theme, and the letters of its roles."""
+        if name in ("", NOTHING):
+            return "transparent", "\N{MULTIPLICATION X}"
+        fresh = f"{STROKES[len(self._colours) % len(STROKES)].colour}59"
+        letters = {role: style.letter for role, style in role_styles(self.models).items()}
+        sets = ["".join(letters[role] for role in one.split(" + ")) for one in name.split(" | ") if name != TOGETHER]
+        return self._colours.setdefault(name, fresh), "|".join(sets) or "all"
 
     def answer(self, point: Point) -> str:
         """The best plan at a point, as html: its seconds by stage, and why."""

@@ -147,7 +147,7 @@ class ModelWeights:
     layers: int
 
     def __hash__(self) -> int:
-        return hash((len(self.weights), self.layers, self.nbytes))
+        return hash((len(self.weights), self.layers, self.weights[-1:]))
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.weights)
