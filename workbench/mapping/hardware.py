@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -57,12 +60,12 @@ class ProductRates:
         """Of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
         return _seconds(self, m, n, k, flop_s, memory_bytes_s, item_bytes)
 
-    def few(self, m: float, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
+    def few(self, m: Any, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> Any:
         """Of a product of few rows, in the mean over numbers of rows near m: at the rate of the smallest tile, without
-        waves. Rows in two halves never take less time than at once."""
+        waves; m may be an array. Rows in two halves never take less time than at once."""
         read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
         slower = 1 + self.edge * sum(1 / side for side in (TILES[-1] if self.tiles else (m, n)))
-        return self.launch_s + max(read, 2.0 * m * n * k * slower / (flop_s * self.share))
+        return self.launch_s + np.maximum(read, 2.0 * m * n * k * slower / (flop_s * self.share))
 
 
 @lru_cache(maxsize=100_000)

@@ -275,7 +275,7 @@ class _Search:
         self.options, self.functions, self.devices, self.halves = options, functions, devices, halves
         self.model = next(iter(options.values())).model
         self._least: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = {}
+        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = self.model.fronts
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
     def refine(
