@@ -52,15 +52,15 @@ MEGATRON = (  # billions of weights, heads, hidden, layers, t, p, GPUs, batch, T
     (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148), (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
     (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163), (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
 )  # fmt: skip
-PRIOR, PULL = Constants(passes=1.0, decoding=1.5, links=1.0, calls=1.0), 0.1
+PRIOR, PULL = Constants(passes=1.0, decoding=1.5, links=1.0, calls=0.02), 0.1
 A100 = PRESETS["a100-80g"]
 # How many times as long as isolated kernels and collectives those of a model take; seconds of a call.
-PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 5.0)}
+PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 0.1)}
 MEANING = {
     "passes": "kernels of passes, by those that were timed alone",
     "decoding": "decoding steps, by reading weights, keys and values at the memory's rate",
     "links": "collectives within a model, by those that were timed alone",
-    "calls": "seconds of a call whatever it does",
+    "calls": "seconds of each rank of a call, whatever it does",
 }
 CLOSE = 0.05  # figures that differ by less are no pair whose order is asked
 

@@ -60,7 +60,7 @@ def main() -> None:
         runs=tempfile.mkdtemp(),
     )
     sampling = wb.Sampling(max_new_tokens=arguments.tokens, ignore_eos=True)
-    rows, calls, known = [], [], Calibration(wb.mapping.Hardware.this_machine(3))
+    rows, calls, known = [], [], Calibration()
 
     with lab:
         ppo = wb.PPO(lab, prompts=arguments.rows, sampling=sampling)
@@ -85,7 +85,7 @@ def main() -> None:
             for _ in range(arguments.repeats):
                 ppo.run(1)
                 lab.calibrate()
-                taken.append(lab.predict().measured["iteration"])
+                taken.append(lab.predict().measured["iteration"][1])
             assert lab.calibration is not None
             if n < CALIBRATED:
                 known = lab.calibration

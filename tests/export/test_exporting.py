@@ -164,7 +164,8 @@ def test_methods_that_only_look_are_methods() -> None:
 
     owners = (Workbench, Batch, Buffer, Algorithm, WorkerGroup, PromptStream, History, TelemetryStore)
     there = {name for owner in owners for name in dir(owner)}
-    assert SHOWING - {"weight_digests", "turns", "dial"} <= there  # of the workers; of a conversation; wb.dial
+    elsewhere = {"weight_digests", "turns", "dial", "what_if"}  # of the workers; of a conversation; wb's; wb.mapping's
+    assert SHOWING - elsewhere <= there
 
 
 def test_only_what_came_from_the_workbench_is_known_to_show() -> None:
@@ -172,7 +173,8 @@ def test_only_what_came_from_the_workbench_is_known_to_show() -> None:
     made = "tracker = Tracker(lab)\nframe = lab.metrics()\nframe = tracker.of(frame)"
     cells = page(
         f"{IMPORT}\nfrom tools import Tracker", f"{OPEN}\n{made}",
-        f"{tracks}\nlab.metrics().head()\nwb.dial(lab)\nruns = wb.runs()\nruns.metrics()\nlab.close()",
+        f"{tracks}\nlab.metrics().head()\nwb.dial(lab)\nwb.mapping.what_if(models)",
+        "runs = wb.runs()\nruns.metrics()\nlab.close()",
     )  # fmt: skip
     assert body(script_of(cells).text)[-5:] == [*tracks.splitlines(), "runs = wb.runs()", "lab.close()"]
 

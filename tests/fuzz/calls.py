@@ -40,8 +40,8 @@ SLOW = {
     "recover refresh_reference reload resize save serve suggest track wait autoreload",
     "algo": "draw_ahead run iterate step",
     "group": "move relayout",
-    "wb": "sweep open attach restore stop script.run mapping.search mapping.predict mapping.simulate register protocol "
-    "sandbox.run_python sandbox.passes_tests",
+    "wb": "sweep open attach restore stop script.run mapping.search mapping.predict mapping.simulate mapping.what_if "
+    "register protocol sandbox.run_python sandbox.passes_tests",
     "batch": "save",
     "toolbox": "python",
     "adapters": "mcp_tools",
@@ -185,7 +185,8 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
         _call(f"wb.{name}", getattr(wb, name), values) for name in ("register", "protocol", "batched", "Judge", "Tools")
     ]
     found.append(_call("wb.script.run", wb.script.run, values))
-    found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in ("search", "predict", "simulate")]
+    mapping = ("search", "predict", "simulate", "what_if")
+    found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in mapping]
     found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]
     verifiers = ("arithmetic", "gsm8k", "math", "code", "format", "instructions", "group_diversity", "group_length")
     found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in verifiers]

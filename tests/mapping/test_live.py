@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
+from workbench.display.palette import error_style
 from workbench.errors import BadInput
 from workbench.session.predicting import START
+
+
+def test_a_prediction_is_drawn_above_what_was_measured_and_coloured_by_its_error(tmp_path: Path) -> None:
+    with tiny_lab("drawn", tmp_path, backend="inline") as lab:
+        ppo = wb.PPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4))
+        ppo.run(2)
+        lab.calibrate()
+        told, spans, elsewhere = lab.predict(), lab.spans(), lab.predict(wb.Placement.split(2)).timeline()
+    frame, first = told.frame().set_index("call"), "generate_sequences"
+    rows = {row["stage"]: row for row in told.timeline().rows if row["device"] == "measured"}
+    assert [row["device"] for row in told.timeline().summary] == ["predicted", "measured"]
+    begun = spans[(spans["kind"] == "compute") & (spans["parent"] == "")].groupby("stage")["start_s"].max()
+    assert set(rows) == set(frame.index) - {"iteration"}
+    for call, row in rows.items():
+        assert row["start_s"] - rows[first]["start_s"] == pytest.approx(begun[call] - begun[first], abs=1e-4)
+        assert row["end_s"] - row["start_s"] == pytest.approx(frame.loc[call, "measured_s"])
+        assert row["error"] == frame.loc[call, "error"]
+    twice = {first: (0.0, 2 * frame.loc[first, "predicted_s"])}
+    drawn = replace(told, measured=twice)._repr_html_()
+    assert drawn.count("s measured, error -50%") == 2  # of the predicted and of the measured bar
+    assert drawn.count(f'fill="{error_style(-0.5).colour}"') == 2  # in the legend, and the bar
+    assert {row["device"] for row in elsewhere.summary} == {"predicted"}
 
 
 def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:

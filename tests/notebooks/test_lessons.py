@@ -129,6 +129,7 @@ def test_lesson_204(tmp_path: Path) -> None:
     assert sum("placements, exact" in text for text in html) == 2  # of the cluster, and of the workbench
     assert sum("<svg" in text for text in html) == 1  # a simulated iteration
     assert sum(CHART in text for text in html) == 1  # the curves
+    assert sum("best placement (devices" in text and "not searched yet" not in text for text in html) == 1  # the map
     assert sum("update_actor" in text and "predicted" in text for text in html) == 2
     assert "measured" in "".join(SAID)
 

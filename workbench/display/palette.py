@@ -5,6 +5,7 @@ Colours: Okabe and Ito, "Color Universal Design", 2008. `ink` is the text colour
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from zlib import crc32
@@ -36,7 +37,20 @@ ROLE_STYLES = {
     "batch": RoleStyle(colour="#cccccc", letter="B"),
     "notebook": RoleStyle(colour="#f0e442", letter="F"),
 }
+AS_PREDICTED = RoleStyle(colour="#bbbbbb", letter="")
+# Of a measured call by the error of its prediction, predicted by measured less 1: PuOr of ColorBrewer.
+ERROR_STYLES = {
+    "took far longer (error below -30 %)": RoleStyle(colour="#e66101", letter=""),
+    "took longer (below -10 %)": RoleStyle(colour="#fdb863", letter=""),
+    "as predicted": AS_PREDICTED,
+    "took less (above +10 %)": RoleStyle(colour="#b2abd2", letter=""),
+    "took far less (above +30 %)": RoleStyle(colour="#5e3c99", letter="", ink=WHITE),
+}
 _SPARE_COLOURS = ("#b3e0f7", "#9ad9c3", "#ffd28a", "#c9b8e8")
+
+
+def error_style(error: float) -> RoleStyle:
+    return list(ERROR_STYLES.values())[bisect((-0.3, -0.1, 0.1, 0.3), error)]
 
 
 def role_styles(roles: Iterable[str]) -> dict[str, RoleStyle]:

@@ -12,8 +12,10 @@ What lies in a range of a timeline, added up: by stage, role and kind, and idle 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from workbench.display.html import bytes_text, picture_id, seconds_text, table
 from workbench.display.idle import CAUSES, UNCALLED, Callers, DeviceSpans, Gaps, Lane, Life, Row, called_s, within
@@ -269,6 +271,21 @@ def timeline(
     found = DeviceSpans(rows, lanes_of(((row["pool"], row["device"]) for row in rows), devices))
     present = dict.fromkeys(range(len(found.lanes)), (start, end))
     return drawn(rows, found, found.gaps((start, end), callers=callers), present, (start, end), fold=fold)
+
+
+def comparison(sides: Mapping[str, Sequence[Row]]) -> Timeline:
+    """Draw several accounts of the same time, from 0 on, such as predicted and measured: a lane for each pool and side.
+    A row's error gives its colour, see `ERROR_STYLES`, and its `told` is the second line of its tooltip."""
+    rows = [{**row, "device": side} for side, own in sides.items() for row in own]
+    found = DeviceSpans(rows, lanes_of(((row["pool"], row["device"]) for row in rows), list(sides)))
+    ends_s = {side: max(row["end_s"] for row in own) for side, own in sides.items()}
+    present, parts = {n: (0.0, ends_s[side]) for n, (_, side) in enumerate(found.lanes)}, []
+    for side, end_s in ends_s.items():  # a lane waits only for lanes of its own side
+        alone = DeviceSpans([row for row in rows if row["device"] == side], found.lanes)
+        lives = [(0.0, end_s if lane[1] == side else 0.0) for lane in found.lanes]
+        parts.append(alone.gaps((0.0, end_s), lives, Callers(acts=[(0.0, end_s)])))
+    gaps = Gaps(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Gaps)))
+    return drawn(rows, found, gaps, present, (0.0, max(ends_s.values())), fold=False)
 
 
 def drawn(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from workbench.display.html import bytes_text, seconds_text
 from workbench.display.idle import CAUSES, UNCALLED, Gaps, Lane
 from workbench.display.lanes import Bar, Folding
-from workbench.display.palette import RoleStyle, role_styles
+from workbench.display.palette import AS_PREDICTED, ERROR_STYLES, RoleStyle, error_style, role_styles
 
 BAR, STRIP, QUEUE_LINE, LANE, GAP, HEAD, AXIS = 26, 9, 3, 33, 7, 22, 22  # heights, pixels
 CHAR = 6.9  # mean width of a character; a little wide, so that the column of names is never too narrow
@@ -74,6 +75,9 @@ class Drawing:
         self.left = math.ceil(min(24 + CHAR * max([len("idle 100 %"), *map(len, names)]), width / 4))
         self.plot = max(width - self.left - 4, 1)
         self.styles = role_styles(bar.row["role"] for bar in bars)
+        self.compared = any("error" in bar.row for bar in bars)
+        if self.compared:  # colours tell errors, and letters roles
+            self.styles = {role: replace(AS_PREDICTED, letter=one.letter) for role, one in self.styles.items()}
         self.patterns: dict[tuple[str, str], str] = {}
 
     def svg(self) -> str:
@@ -167,6 +171,8 @@ class Drawing:
             for role, style in self.styles.items()
             if role in roles
         ]
+        if self.compared:
+            entries += [(words, f'fill="{one.colour}"', "", "") for words, one in ERROR_STYLES.items()]
         entries += [
             (kind.replace("_", " "), f'fill="{self.pattern(kind, ON_ANY_GROUND)}"', "", "")
             for kind in HATCHES
@@ -288,6 +294,8 @@ class Drawing:
 
     def _bar(self, bar: Bar, y: float) -> str:
         row, style = bar.row, self.styles[bar.row["role"]]
+        if "error" in row:
+            style = replace(error_style(row["error"]), letter=style.letter)
         left, right = (float(self.share(row[name])) for name in ("start_s", "end_s"))
         height = (BAR, STRIP, STRIP - 4, QUEUE_LINE)[bar.level]
         top = y + 3 + BAR if bar.level == 3 else y + 2 + BAR - height
@@ -298,18 +306,17 @@ class Drawing:
             fill = f'fill="{self.pattern("transfer", style.colour)}"'
         elif bar.level == 0:
             fill += ' rx="2" stroke="currentColor" stroke-opacity=".35" stroke-width=".5"'
-            label = self._inside(left, right, top, BAR, _label(row["stage"], style))
+            label = self._inside(left, right, top, BAR, _label(row, style))
         told = f'data-n="{row.get("number", 0)}" data-level="{bar.level}"'
         place = f'{self._place(left, right)} y="{top:g}" height="{height}"'
         hover = text(hover_text(row, self.start_s))
         return f'<rect class="span" {told} {place} {fill}><title>{hover}</title></rect>{label}'
 
 
-def _label(stage: str, style: RoleStyle) -> str:
-    letter = f'<tspan font-weight="700">{text(style.letter)}</tspan>'
-    return (
-        f'<text x="2px" y="12" font-size="11" fill="{style.ink}">{letter} {text(stage.removeprefix("compute_"))}</text>'
-    )
+def _label(row: Mapping[str, Any], style: RoleStyle) -> str:
+    letter, stage = f'<tspan font-weight="700">{text(style.letter)}</tspan>', row["stage"].removeprefix("compute_")
+    error = f"{row['error']:+.0%} " if "error" in row else ""
+    return f'<text x="2px" y="12" font-size="11" fill="{style.ink}">{letter} {error}{text(stage)}</text>'
 
 
 def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
@@ -317,7 +324,7 @@ def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
     duration_s, tokens = row["end_s"] - row["start_s"], row.get("processed_tokens", 0)
     lines = [
         f"{row['stage']}: {row['kind']}" + (f" in {row['parent']}" if row["parent"] else ""),
-        f"{row['role']} rank {row['rank']} on {row.get('device', '')}, run {row['run']}".lstrip(),
+        row.get("told") or f"{row['role']} rank {row['rank']} on {row.get('device', '')}, run {row['run']}".lstrip(),
         f"{seconds_text(duration_s)} (from {row['start_s'] - zero_s:.3f} s to {row['end_s'] - zero_s:.3f} s)",
     ]
     if row.get("moved_bytes"):

@@ -8,5 +8,6 @@ from workbench.mapping.predict import predict as predict
 from workbench.mapping.search import search as search
 from workbench.mapping.simulate import Simulation as Simulation
 from workbench.mapping.simulate import simulate as simulate
+from workbench.mapping.what_if import what_if as what_if
 from workbench.mapping.workload import Call as Call
 from workbench.mapping.workload import Workload as Workload

@@ -7,7 +7,7 @@
 | passes | s | of forward and backward passes: products by role, attention, memory traffic; optimizer states |
 | decoding | s | of decoding steps: products or weights read, keys and values, the host's start of each layer |
 | links | s | all-reduces of tensor ranks and of gradients, sends between stages, weights and rows that move |
-| calls | calls | what a call costs whatever it does: rows collected and sent, processes told, caches set up |
+| calls | ranks | what a call costs whatever it does, rank by rank: told by the controller, rows sent and collected |
 
 The first three are what the hardware's measured rates give for isolated kernels and collectives, so that their
 constants are close to 1: how many times as long it takes within a model. The sum is linear in the constants, so that
@@ -31,6 +31,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -66,13 +67,13 @@ _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 
 @dataclass(frozen=True)
 class Constants:
-    """What each term costs: how many times its kernels' seconds, or seconds of a call. The defaults were fitted to
-    published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
+    """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
+    fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
-    passes: float = 1.01
-    decoding: float = 1.92
-    links: float = 1.02
-    calls: float = 1.47
+    passes: float = 1.06
+    decoding: float = 1.81
+    links: float = 1.01
+    calls: float = 0.021
 
     def __post_init__(self) -> None:
         check_fields(self, "Constants.")
@@ -85,10 +86,11 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Terms of calls on a hardware, for a workload."""
+    """Terms of calls on a hardware, for a workload. fronts: what a search has found for sets on some devices."""
 
     hardware: Hardware
     workload: Workload
+    fronts: dict[Any, Any] = field(default_factory=dict, repr=False)
     _known: dict[tuple[RoleModel, int, int, float], tuple[float, float, float]] = field(
         default_factory=dict, repr=False
     )
@@ -115,7 +117,7 @@ class CostModel:
             self._known[key] = multiplied + streamed, attention, ends
         return self._known[key]
 
-    def _decode(self, role: RoleModel, t: int, rows: float) -> float:
+    def _decode(self, role: RoleModel, t: int, rows: Any) -> Any:
         """Seconds of a decoding step of so many rows, without attention."""
         hardware, item, (layers, head) = self.hardware, role.frozen_bytes, matrices(role, t)
         multiplied = sum(
@@ -150,7 +152,7 @@ class CostModel:
         layers, attention, head = parts
         return (layers + attention) / layout.p + head
 
-    def _all_reduce(self, nbytes: float, ranks: int, stride: int) -> float:
+    def _all_reduce(self, nbytes: Any, ranks: int, stride: int) -> Any:
         """Of a ring, 2 (r-1)/r n / bandwidth + 2 (r-1) hops, or of a pair of trees, 2 n / bandwidth + 2 log2 r hops,
         whichever is quicker (Patarasuk and Yuan 2009; Sanders et al. 2009; NCCL has both)."""
         if ranks == 1:
@@ -158,7 +160,7 @@ class CostModel:
         rate, hops_s = self.hardware.link(ranks, stride), self.hardware.hops(ranks, stride)
         ring = 2 * (ranks - 1) / ranks * nbytes / rate + 2 * hops_s
         tree = 2 * nbytes / rate + 2 * math.ceil(math.log2(ranks)) * self.hardware.hop(ranks, stride)
-        return min(ring, tree)
+        return np.minimum(ring, tree)
 
     def _gather(self, nbytes: float, ranks: int, stride: int) -> float:
         """Of a ring that gathers n bytes in all, or sums and scatters them."""
@@ -199,7 +201,7 @@ class CostModel:
         return Terms(
             passes=slots * stage_s + self._starts(role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 2) + gathered,
-            calls=1,
+            calls=layout.size,
         )
 
     def train(self, role: RoleModel, layout: Layout, again: bool | None = None) -> Terms:
@@ -223,7 +225,7 @@ class CostModel:
         return Terms(
             passes=slots * stage_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 6 if again else 4) + summed,
-        ) * (work.updates * work.epochs) + Terms(calls=1)
+        ) * (work.updates * work.epochs) + Terms(calls=layout.size)
 
     def row_bytes(self, role: RoleModel, t_g: int) -> float:
         """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
@@ -235,13 +237,13 @@ class CostModel:
         """Rows of the generation replica that has most."""
         return math.ceil(self.workload.rows / (devices // t_g))
 
-    def generate(self, role: RoleModel, devices: int, t_g: int, waves: float) -> Terms:
+    def generate(self, role: RoleModel, devices: int, t_g: int, waves: Any) -> Terms:
         """Prefill and decoding of all rows by replicas of `t_g` devices. waves: rows, by those that the cache holds at
-        a time, at least 1: a new row replaces one that has ended."""
+        a time, at least 1: a new row replaces one that has ended; of several such numbers, terms are arrays."""
         work = self.workload
         rows = self.replica_rows(devices, t_g)
         longest, mean = max(work.lengths), work.mean_response
-        steps = max(float(longest), waves * mean)
+        steps = np.maximum(float(longest), waves * mean)
         together = rows * mean / steps  # rows under way
         squares = sum(n * n for n in work.lengths) / len(work.lengths)
         heads = t_g / min(t_g, role.key_heads)  # ranks beyond the heads read them once more
@@ -254,7 +256,7 @@ class CostModel:
             passes=rows * (first + seen),
             decoding=steps * (self._decode(role, t_g, together) + started) + self._streamed(read),
             links=2 * role.layers * reduced,
-            calls=1,
+            calls=devices,
         )
 
     def transition(self, role: RoleModel, layout: Layout, strategy: str = "hybridflow") -> Terms:
@@ -266,8 +268,7 @@ class CostModel:
         received = received_bytes(role, replica, strategy)
         if not received:
             return Terms()
-        inside = Layout(layout.p, layout.t).size
-        ranks = inside if strategy == "hybridflow" else layout.size
+        ranks = layout.p * layout.t if strategy == "hybridflow" else layout.size
         return self.moved(role, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
 
     def moved(self, role: RoleModel, received: float, ranks: int, parts: int) -> Terms:

@@ -12,19 +12,18 @@ devices of a machine share. A rate is what is reached, not what a data sheet say
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.support.validation import at_least, check_fields, whole
 
 GIB = 2**30
-LAYER_OPERATIONS = 30  # of a decoder layer, as torch runs it
-
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result that a kernel computes at a time: those of cuBLAS for 16-bit products."""
@@ -61,12 +60,12 @@ class ProductRates:
         """Of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
         return _seconds(self, m, n, k, flop_s, memory_bytes_s, item_bytes)
 
-    def few(self, m: float, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
+    def few(self, m: Any, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> Any:
         """Of a product of few rows, in the mean over numbers of rows near m: at the rate of the smallest tile, without
-        waves. Rows in two halves never take less time than at once."""
+        waves; m may be an array. Rows in two halves never take less time than at once."""
         read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
-        slower = 1 + self.edge * sum(1 / side for side in TILES[-1]) if self.tiles else 1.0
-        return self.launch_s + max(read, 2.0 * m * n * k * slower / (flop_s * self.share))
+        slower = 1 + self.edge * sum(1 / side for side in (TILES[-1] if self.tiles else (m, n)))
+        return self.launch_s + np.maximum(read, 2.0 * m * n * k * slower / (flop_s * self.share))
 
 
 @lru_cache(maxsize=100_000)
@@ -74,9 +73,10 @@ def _seconds(
     rates: ProductRates, m: int, n: int, k: int, flop_s: float, memory_bytes_s: float, item_bytes: int
 ) -> float:
     read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * rates.memory_share)
-    computed = 2.0 * m * n * k
     if rates.tiles:
         computed = min(_tiled(rates, m, n, k, *tile) for tile in TILES)
+    else:
+        computed = _tiled(rates, m, n, k, m, n)
     return rates.launch_s + max(read, computed / (flop_s * rates.share))
 
 
@@ -94,11 +94,13 @@ class Hardware:
     of a CPU machine. matrix_flop_s: peak of matrix products by dtype, floating-point operations a second, of one
     device. products: what products of a shape reach of it. memory_bytes_s: of a device's memory. inside_bytes_s: one
     way, of one device, to others of its machine. machine_bytes_s: one way, of one machine's network, shared by its
-    devices. load_bytes_s: of weights that a generation engine takes over, on one device. inside_latency_s,
+    devices. load_bytes_s: of weights that a generation engine takes over, on one device. host_bytes_s: one
+    way, of one device, from and to the host's memory. inside_latency_s,
     between_latency_s: of one hop of a collective. runs_ahead: whether the host starts work before the device has done
     what came before, so that starting it takes no time of its own. layer_start_s: until the host has started a layer's
     kernels, in decoding steps, which wait for each token, and in passes where the host does not run ahead. usable:
-    share of the memory that models may fill; the rest is the framework's.
+    share of the memory that models may fill; the rest is the framework's. cores: devices of a CPU machine that compute
+    at a time; more of them wait for each other; None: all.
     """
 
     name: str
@@ -110,17 +112,19 @@ class Hardware:
     machine_bytes_s: float
     products: ProductRates = field(default_factory=ProductRates)
     load_bytes_s: float = 2.7e9
+    host_bytes_s: float = 25e9
     inside_latency_s: float = 4e-6
     between_latency_s: float = 25e-6
     runs_ahead: bool = True
-    layer_start_s: float = 4e-5
+    layer_start_s: float = 7e-5
     usable: float = 0.92
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "Hardware.")
         whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
         for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "load_bytes_s",
-                     "usable"):  # fmt: skip
+                     "host_bytes_s", "usable"):  # fmt: skip
             at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)
         for name in ("inside_latency_s", "between_latency_s", "layer_start_s"):
             at_least(f"Hardware.{name}", getattr(self, name), 0)
@@ -167,59 +171,20 @@ class Hardware:
 
     @classmethod
     def this_machine(cls, devices: int | None = None) -> Hardware:
-        """This machine, measured in about two seconds: its GPUs if it has some, else its cores as slots. devices: slots
-        of a CPU machine; None: as many as cores. Latencies are not measured: `lab.calibrate` finds what they cost."""
-        import torch
+        """See `probe.this_machine`."""
+        from workbench.mapping.probe import this_machine
 
-        from workbench.support.machine import total_bytes
-
-        gpus = torch.cuda.device_count()
-        device = torch.device("cuda" if gpus else "cpu")
-        count = gpus or devices or torch.get_num_threads()
-        memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_bytes() // count
-        threads = torch.get_num_threads()
-        share = 1.0 if gpus else min(1.0, threads / count)  # slots beyond the cores have a part of one
-        try:
-            if not gpus:
-                torch.set_num_threads(max(1, threads // count))
-            n, rates = 8192 if gpus else 1024, {}
-            for dtype in (torch.float32, torch.bfloat16):
-                a = torch.ones(n, n, dtype=dtype, device=device)
-                rates[str(dtype).removeprefix("torch.")] = share * 2 * n**3 / _timed(partial(torch.mm, a, a), device)
-            source = torch.ones(2**28 if gpus else 2**24, device=device)
-            copied = share * source.nbytes / _timed(partial(torch.empty_like(source).copy_, source), device)
-            small = torch.ones(8, 8, device=device)  # an operation of no size
-            start_s = LAYER_OPERATIONS * _timed(lambda: [small @ small for _ in range(100)], device) / 100 / share
-        finally:
-            torch.set_num_threads(threads)
-        # between processes of a CPU machine bytes are written once and read once; a GPU's fabric is not measured here
-        return cls(name="this machine", devices_per_machine=count, memory_bytes=int(memory), matrix_flop_s=rates,
-                   memory_bytes_s=2 * copied, inside_bytes_s=copied / 2, machine_bytes_s=copied / 2,
-                   load_bytes_s=copied / 2, inside_latency_s=5e-6 if gpus else 1e-4, between_latency_s=1e-4,
-                   runs_ahead=bool(gpus), layer_start_s=start_s)  # fmt: skip
-
-
-def _timed(call: Callable[[], Any], device: Any) -> float:
-    """Seconds of a call: the quickest of several."""
-    import torch
-
-    found = []
-    for _ in range(4):
-        start_s = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start_s)
-    return min(found)
+        return this_machine(devices)
 
 
 # Peaks, memory: NVIDIA's data sheets (dense rates, SXM). Products, all-reduces: fitted to the kernels that Vidur's
 # authors timed on DGX machines (Agrawal et al. 2024, arXiv:2405.05465; data/profiling of microsoft/vidur, MIT licence),
 # products to those of Llama-2-7B alone: on the other sizes, up to 72B, they are off by 6 to 7 % in the mean on A100, by
-# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k
-# (Dao 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which
-# hold the gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s
-# (A100) or 400 Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached.
+# 8 to 10 % on H100 (`benchmarks/mapping_products.py`). Attention: FlashAttention-2's figures for causal rows of 2k (Dao
+# 2023, arXiv:2307.08691). Loading: HybridFlow's transitions of 7B and 13B (arXiv:2409.19256, figure 14), which hold the
+# gather, the engine's start and its cache. The network is that of DGX machines: eight NICs of 200 Gbit/s (A100) or 400
+# Gbit/s; of the A100 machines of HybridFlow's section 8, one of 200 Gbit/s; nine tenths are reached. To the host: PCIe
+# of 16 lanes, 4 and 5, of which eight tenths are reached.
 _A100 = ProductRates(units=108, share=0.857, edge=6.82, memory_share=0.752, stream_share=0.9,
                      attention_share=0.55, launch_s=5.5e-6, tiles=True)  # fmt: skip
 _H100 = ProductRates(units=132, share=0.985, edge=18.2, memory_share=0.855, stream_share=0.9,
@@ -232,10 +197,10 @@ PRESETS: dict[str, Hardware] = {
                  inside_bytes_s=200e9, machine_bytes_s=22.5e9),
         Hardware(name="h100", devices_per_machine=8, memory_bytes=80 * GIB, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=3.35e12,
-                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, host_bytes_s=50e9, inside_latency_s=2.7e-6),
         Hardware(name="h200", devices_per_machine=8, memory_bytes=141 * 10**9, products=_H100,
                  matrix_flop_s={"bfloat16": 989e12, "float32": 67e12}, memory_bytes_s=4.8e12,
-                 inside_bytes_s=380e9, machine_bytes_s=360e9, inside_latency_s=2.7e-6),
+                 inside_bytes_s=380e9, machine_bytes_s=360e9, host_bytes_s=50e9, inside_latency_s=2.7e-6),
     )
 }  # fmt: skip
 

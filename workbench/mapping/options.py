@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,9 @@ class Option:
         return self.own_t_g or self.layout.t_g or 1
 
 
+_layout, _generating = lru_cache(Layout), lru_cache(Layout.generating)  # checked once
+
+
 class RoleOptions:
     """The options of one role, by number of devices; each is worked out once.
 
@@ -63,7 +67,6 @@ class RoleOptions:
         self._alone = _alone(role, self._longest, role.trained)
         self._found: dict[int, tuple[Option, ...]] = {}
         self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
-        self._generated: dict[tuple[int, int, float], float] = {}
 
     @property
     def by_deepspeed(self) -> bool:
@@ -98,7 +101,7 @@ class RoleOptions:
             self.layouts(devices, fit=False) if several else []
         )  # a copy for a pass is less than what training holds
         for layout, again in product(self.layouts(devices), self.agains):
-            held = self._held(layout, again)
+            held = self._in_turns(self._held(layout, again))
             if held is None or sum(held) > self.model.hardware.usable_bytes:
                 continue
             for generating, own in self._generating(layout):
@@ -113,7 +116,7 @@ class RoleOptions:
     def as_given(self, layout: Layout, t_g: int, room: float = math.inf) -> Option:
         """The option of a given layout, whether it fits or not. room: bytes of a device while the role computes; where
         its activations take more, they are recomputed if they may be."""
-        every = {again: self._held(layout, again) for again in self.agains}
+        every = {again: self._in_turns(self._held(layout, again)) for again in self.agains}
         again = next((again for again, held in every.items() if held and held[1] <= room), self.agains[-1])
         held = every[again]
         if held is None:
@@ -125,6 +128,10 @@ class RoleOptions:
         if self.generates and own is None:
             layout = layout.generating(t_g if layout.p * layout.t > 1 else 1)
         return self._option(Option(layout, *held, own_t_g=own, again=again))
+
+    def _in_turns(self, held: tuple[int, int] | None) -> tuple[int, int] | None:
+        """(lasting, passing), where roles take turns in the memory: all of it is held only while the role computes."""
+        return (0, sum(held)) if held and self.model.workload.take_turns else held
 
     def _option(self, option: Option) -> Option:
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -140,10 +147,10 @@ class RoleOptions:
 
         def add(name: str, stage: str, terms: Terms) -> None:
             if terms != Terms():
-                found.append(CallPlan(name, stage, terms, self.constants.seconds(terms)))
+                found.append(CallPlan(name, stage, terms, float(self.constants.seconds(terms))))
 
         if option.own_t_g is not None and not self.role.samples_only:
-            add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
+            add("relayout", STAGES[0], self._moved(layout, _layout(1, option.own_t_g, layout.size // option.own_t_g)))
         if self.role.samples_only:
             received = self.generation_bytes(option.t_g)
             add("sync", STAGES[0], model.moved(self.role, received, layout.size + 1, option.t_g))
@@ -151,6 +158,12 @@ class RoleOptions:
             add("transition", STAGES[0], model.transition(self.role, layout, self.strategy))
         if option.inference is not None:
             add("relayout", STAGES[1], self._moved(layout, option.inference))
+        computed = {call.stage: call.kind for call in self.calls if call.kind != "generate"}
+        for stage, kind in computed.items() if model.workload.take_turns else ():  # in, and out again
+            cut = option.inference or layout
+            held = self._held(layout, option.again) if kind == "train" else None
+            nbytes = held[0] if held else self.role.elements * self.role.frozen_bytes / (cut.p * cut.t)
+            add("load", stage, Terms(links=2 * nbytes / model.hardware.host_bytes_s))
         for call in self.calls:
             if call.kind == "infer":
                 add(call.name, call.stage, self._term("infer", option.inference or layout, False))
@@ -197,7 +210,7 @@ class RoleOptions:
             for p in range(1, min(devices // t, self.role.layers) + 1):
                 if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
-                layout = Layout(p, t, devices // (p * t))
+                layout = _layout(p, t, devices // (p * t))
                 held = self._held(layout, self.agains[-1])
                 if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
@@ -214,7 +227,7 @@ class RoleOptions:
             if self._t_g not in (None, t_g):
                 continue
             if layout.t % t_g == 0:
-                yield layout.generating(t_g), None
+                yield _generating(layout, t_g), None
             elif (whole or self._by_call) and self._groups(t_g, layout.size):
                 yield layout, t_g
 
@@ -244,10 +257,10 @@ class RoleOptions:
 
     def generation_seconds(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of all its generations, for several sizes of a device's cache; infinite where no row fits."""
-        waves, found = self._waves(devices, t_g, cache_bytes), np.full(len(cache_bytes), np.inf)
-        for wave in np.unique(waves[waves > 0]):
-            found[waves == wave] = self._generation(devices, t_g, float(wave))
-        return found
+        waves = self._waves(devices, t_g, cache_bytes)
+        terms = self.model.generate(self.role, devices, t_g, np.maximum(waves, 1.0))
+        count = sum(call.kind == "generate" for call in self.calls)
+        return np.where(waves > 0, count * self.constants.seconds(terms), np.inf)
 
     def _waves(self, devices: int, t_g: int, cache_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
@@ -259,14 +272,6 @@ class RoleOptions:
         waves = np.ceil(WAVE_PARTS * np.maximum(1.0, rows / held)) / WAVE_PARTS
         return np.where(cache_bytes >= longest, waves, 0.0)
 
-    def _generation(self, devices: int, t_g: int, waves: float) -> float:
-        key = devices, t_g, waves
-        if key not in self._generated:
-            count = sum(call.kind == "generate" for call in self.calls)
-            terms = self.model.generate(self.role, devices, t_g, waves)
-            self._generated[key] = count * self.constants.seconds(terms)
-        return self._generated[key]
-
 
 @lru_cache(maxsize=100_000)
 def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool) -> tuple[int, int, int] | None:
@@ -274,7 +279,7 @@ def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool
     if cut:  # by the size of two replicas, of which each has half of it
         training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
         role = replace(role, training=training)
-    one = Layout(p, t, replicas)
+    one = _layout(p, t, replicas)
     try:
         role.weights.check(p, t)
         ends = [rank_memory(role, one, rank) for rank in {0, (p - 1) * t}]
@@ -322,6 +327,15 @@ def options_of(
     roles: Mapping[str, RoleModel], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
-    model = CostModel(hardware, workload)
-    return {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-            for name, role in roles.items()}  # fmt: skip
+    key = (*roles.items(), repr((hardware, workload, constants)), strategy, t_g, by_call)
+    if key not in _made:
+        if len(_made) >= MOST_MADE:
+            _made.pop(next(iter(_made)), None)
+        model = CostModel(hardware, workload)
+        _made[key] = {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+                      for name, role in roles.items()}  # fmt: skip
+    return _made[key]
+
+
+MOST_MADE = 64
+_made: dict[Any, dict[str, RoleOptions]] = {}  # searches on several numbers of devices share them

@@ -94,25 +94,29 @@ def settings_that_fit(fits: Fits, workload: Workload, roles: Mapping[str, RoleMo
     return found if count is None else [*found, f"{count} devices"]
 
 
-def _changes(workload: Workload, roles: Mapping[str, RoleModel]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(what to write, engine of the workload, settings of training)."""
+def _changes(
+    workload: Workload, roles: Mapping[str, RoleModel]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(what to write, changes of the workload, of the settings of training)."""
     trained = [role for role in roles.values() if role.trained]
     if workload.engine == "workbench" and any(role.engine == "torch" for role in trained):
-        yield 'Workload(engine="cluster"), whose optimizer is cut over replicas', "cluster", {}
+        yield 'Workload(engine="cluster"), whose optimizer is cut over replicas', {"engine": "cluster"}, {}
+    if not workload.take_turns and len(roles) > 1:
+        yield "Workload(take_turns=True), with idle roles in host memory", {"take_turns": True}, {}
     if not all(role.training.activation_checkpointing for role in trained):
-        yield "Training(activation_checkpointing=True)", workload.engine, {"activation_checkpointing": True}
+        yield "Training(activation_checkpointing=True)", {}, {"activation_checkpointing": True}
     longest = workload.prompt_tokens + max(workload.lengths)
     if any(role.micro_batch_tokens > longest for role in roles.values()):
-        yield f"Training(micro_batch_tokens={longest})", workload.engine, {"micro_batch_tokens": longest}
+        yield f"Training(micro_batch_tokens={longest})", {}, {"micro_batch_tokens": longest}
     if any(role.engine in ("zero0", "zero1", "zero2") for role in trained):
-        yield "Training(zero_stage=3)", workload.engine, {"zero_stage": 3}
+        yield "Training(zero_stage=3)", {}, {"zero_stage": 3}
 
 
 def _changed(
-    workload: Workload, roles: Mapping[str, RoleModel], engine: Any, settings: dict[str, Any]
+    workload: Workload, roles: Mapping[str, RoleModel], changes: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[Workload, Mapping[str, RoleModel]]:
     changed = {name: replace(role, training=replace(role.training, **settings)) for name, role in roles.items()}
-    return replace(workload, engine=engine, training=replace(workload.training, **settings)), changed
+    return replace(workload, training=replace(workload.training, **settings), **changes), changed
 
 
 MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
@@ -264,7 +268,7 @@ class _Search:
         self.options, self.functions, self.devices, self.halves = options, functions, devices, halves
         self.model = next(iter(options.values())).model
         self._least: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = {}
+        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = self.model.fronts
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
     def refine(

@@ -16,7 +16,13 @@ from workbench.mapping.workload import STAGES
 from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
 
-KINDS = {"transition": "weight_sync", "relayout": "weight_sync", "sync": "weight_sync", "transfer": "transfer"}
+KINDS = {
+    "transition": "weight_sync",
+    "relayout": "weight_sync",
+    "sync": "weight_sync",
+    "transfer": "transfer",
+    "load": "load",
+}
 MOST_LANES = 8  # of one set: its devices all do the same
 
 

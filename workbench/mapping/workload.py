@@ -85,7 +85,8 @@ class Workload:
     systems on clusters (Megatron's distributed optimizer, ZeRO-1): bfloat16 weights, fp32 gradients, and optimizer
     states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
     `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
-    their own, generate ahead, so that generation and training run at the same time.
+    their own, generate ahead, so that generation and training run at the same time. take_turns: whether the roles of a
+    device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`).
     """
 
     algorithm: str = "ppo"
@@ -101,6 +102,7 @@ class Workload:
     calls: tuple[Call, ...] = ()
     engine: Literal["cluster", "workbench"] = "cluster"
     ahead: int = 0
+    take_turns: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
@@ -202,7 +204,8 @@ class Workload:
         rows = getattr(algorithm, "prompts", 1) * getattr(algorithm, "samples", 1)
         return cls(algorithm=type(algorithm).__name__, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
                    rows=rows, updates=lead.training.minibatches, epochs=getattr(algorithm, "epochs", 1),
-                   dtype=lead.dtype, training=lead.training, calls=tuple(calls), engine="workbench")  # fmt: skip
+                   dtype=lead.dtype, training=lead.training, calls=tuple(calls), engine="workbench",
+                   take_turns=lab.description.takes_turns)  # fmt: skip
 
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary: Touvron et al. 2023 (arXiv:2302.13971 and

@@ -29,7 +29,7 @@ TABLES = ("embed_tokens", "lm_head", "wte", "wpe")
 _weights: dict[tuple[type, str, str, str], ModelWeights] = {}  # several roles have one model, and asking takes time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class RoleModel:
     """A role's model by its configuration; no weights are read.
 
@@ -48,6 +48,9 @@ class RoleModel:
     adapter: LoRA | None = None
     samples_only: bool = False
     automatic_tokens: int = AUTOMATIC_TOKENS["cpu"]
+
+    def __hash__(self) -> int:  # its settings may not be hashable
+        return hash((self.head, self.dtype, self.trained, self.samples_only, self.layers, self.hidden))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -182,11 +185,12 @@ class RoleModel:
         return max(self.micro_batch_tokens, longest)
 
 
-def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[Weight, int]]:
+@lru_cache(maxsize=4096)
+def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> tuple[tuple[Weight, int], ...]:
     """The weights of which a rank's replica position holds a slice, and the slice's elements: before any sharding over
     replicas. `BadInput` where the layout does not cut the model."""
     _, i, j = layout.coordinates(rank)
-    return [(weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p)]
+    return tuple((weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p))
 
 
 def head_of(role: str) -> Literal["lm", "scalar"]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import BadInput
@@ -145,13 +146,16 @@ class ModelWeights:
     weights: tuple[Weight, ...]
     layers: int
 
+    def __hash__(self) -> int:
+        return hash((len(self.weights), self.layers, self.weights[-1:]))
+
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.weights)
 
     def __len__(self) -> int:
         return len(self.weights)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
 
@@ -165,9 +169,11 @@ class ModelWeights:
             )
         return tuple(sorted({layer * p // self.layers for layer in weight.layers}))
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
     def of_stage(self, i: int, p: int) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.weights if i in self.stages(weight, p))
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (of models there are few)
     def check(self, p: int, t: int) -> None:
         """Raise `BadInput`, naming the weight, where p stages of t tensor ranks cannot hold the model."""
         for weight in self.weights:

@@ -10,6 +10,7 @@ import pandas as pd
 from workbench.algorithms.loop import Algorithm
 from workbench.backends.hosts import Hosts
 from workbench.display.html import seconds_text, table
+from workbench.display.timeline import Timeline, comparison
 from workbench.errors import BadInput, NotFound
 from workbench.mapping.costs import Constants, Sample, Terms, fit, spread
 from workbench.mapping.hardware import Hardware
@@ -17,6 +18,7 @@ from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, ranked
 from workbench.mapping.predict import check_placement, predict
 from workbench.mapping.search import search
+from workbench.mapping.simulate import simulate
 from workbench.mapping.workload import Workload
 from workbench.placement import ROLLOUT, Placement
 from workbench.placement.role_model import RoleModel
@@ -32,31 +34,34 @@ START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
 
 @dataclass
 class Calibration:
-    """What a workbench has measured of itself. samples: by placement, iteration and call, over all calibrations.
-    measured: seconds by call, of the last calibration under a placement."""
+    """What a workbench has measured of itself. given: the hardware, where it was described; None: this machine, whose
+    cores the devices of a placement part. samples: by placement, iteration and call, over all calibrations.
+    measured: from when to when by call, seconds of the iteration, of the last calibration under a placement."""
 
-    hardware: Hardware
+    given: Hardware | None = None
     constants: Constants = START
     samples: dict[tuple[str, int, str], Sample] = field(default_factory=dict)
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    measured: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def hardware(self, devices: int) -> Hardware:
+        """Whose rates terms are counted in, of a placement on so many devices."""
+        return self.given or Hardware.this_machine(devices)
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """A plan, and beside it what was measured, where the workbench was calibrated under that placement.
 
-    measured: seconds by call, and "iteration"; empty where it was not.
+    measured: by call, from when to when on its slowest rank, seconds of the iteration; and of "iteration"; else empty.
     """
 
     plan: Plan
     constants: Constants
-    measured: dict[str, float]
+    measured: dict[str, tuple[float, float]]
 
     @property
     def iteration_s(self) -> float:
         """Predicted seconds of an iteration in which calls of different pools overlap where they can."""
-        from workbench.mapping.simulate import simulate
-
         return simulate(self.plan).iteration_s
 
     def frame(self) -> pd.DataFrame:
@@ -68,9 +73,24 @@ class Prediction:
         ]
         rows.append({"call": "iteration", "pool": "", "role": "", "predicted_s": self.iteration_s})
         frame = pd.DataFrame(rows)
-        frame["measured_s"] = frame["call"].map(self.measured).astype("float64")
+        took_s = {call: end_s - start_s for call, (start_s, end_s) in self.measured.items()}
+        frame["measured_s"] = frame["call"].map(took_s).astype("float64")
         frame["error"] = frame["predicted_s"] / frame["measured_s"] - 1
         return frame
+
+    def timeline(self) -> Timeline:
+        """An iteration as predicted, pool by pool, and below each pool as measured, where it was, with the calls
+        coloured by the error of the prediction."""
+        calls, predicted, measured = self.frame().set_index("call").to_dict("index"), [], []
+        for span in (one for one in simulate(self.plan).spans if one.rank == 0):  # the others of a set do the same
+            row = span.row() | {"told": f"{span.role}, predicted"}
+            if span.kind == "compute" and span.stage in self.measured:
+                call, (start_s, end_s) = calls[span.stage], self.measured[span.stage]
+                predicted_s, measured_s = (seconds_text(call[name]) for name in ("predicted_s", "measured_s"))
+                row["told"] = f"{span.role}: {predicted_s} predicted, {measured_s} measured, error {call['error']:+.0%}"
+                measured.append({**row, "start_s": start_s, "end_s": end_s, "error": call["error"]})
+            predicted.append(row)
+        return comparison({"predicted": predicted} | ({"measured": measured} if measured else {}))
 
     def __repr__(self) -> str:
         return f"<Prediction of {self.plan.placement}: {seconds_text(self.iteration_s)} an iteration>"
@@ -85,7 +105,7 @@ class Prediction:
                 "measured": seconds_text(row["measured_s"]) if known else "",
                 "error": f"{row['error']:+.0%}" if known else "",
             })  # fmt: skip
-        return table(rows, caption=str(self.plan.placement))
+        return f"<div>{self.timeline().inline_svg}{table(rows, caption=str(self.plan.placement))}</div>"
 
 
 class Predictor:
@@ -124,7 +144,8 @@ class Predictor:
         for (call, _, role), made_of in terms.items():
             if call in measured:
                 key = str(self._hosts.placement), algorithm.iteration, call
-                known.samples[key] = Sample(made_of, measured[call], f"{role}.{call}")
+                start_s, end_s = measured[call]
+                known.samples[key] = Sample(made_of, end_s - start_s, f"{role}.{call}")
         known.constants = fit(list(known.samples.values()), START)
         known.measured[str(self._hosts.placement)] = measured
         return known.constants
@@ -172,11 +193,25 @@ class Predictor:
         inline = self._hosts.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
-        # a role that the algorithm does not call is placed all the same, and costs no time
-        plans = search(self._models(), devices=count, hardware=known.hardware, workload=workload,
-                       constants=known.constants, t_g=self._t_g(), uncalled=True, dependencies=True)  # fmt: skip
-        found = ranked(self._possible(plans)) if count <= has else plans.plans
-        return replace(plans, plans=tuple(found[:top]), error=spread(known.samples, START))
+        on_cores = known.hardware(count).cores is not None  # devices that share them: the fewer, the faster each is
+        best: dict[tuple[tuple[str, ...], ...], Plan] = {}
+        for used in range(1 if on_cores else count, count + 1):
+            try:
+                # a role that the algorithm does not call is placed all the same, and costs no time
+                plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
+                               constants=known.constants, t_g=self._t_g(), uncalled=True,
+                               dependencies=True)  # fmt: skip
+                found = self._possible(plans) if count <= has else plans.plans
+            except BadInput:
+                if used == count:
+                    raise
+                continue
+            for plan in found:
+                if on_cores:
+                    plan = replace(self._plan(plan.placement, workload, known, staleness), dependencies=True)
+                sets = tuple(one.names for one in plan.sets)
+                best[sets] = min(best.get(sets, plan), plan, key=lambda one: one.iteration_s)
+        return replace(plans, plans=tuple(ranked(best.values())[:top]), error=spread(known.samples, START))
 
     def _possible(self, plans: Plans) -> list[Plan]:
         """Those with a placement that every role's engine takes."""
@@ -194,8 +229,8 @@ class Predictor:
 
     def _plan(self, placement: Placement, workload: Workload, known: Calibration, staleness: int = 0) -> Plan:
         workload = workload.with_rollout(staleness) if placement.has_rollout else workload
-        return predict(placement, self._models(), hardware=known.hardware, workload=workload, constants=known.constants,
-                       t_g=self._t_g())  # fmt: skip
+        return predict(placement, self._models(), hardware=known.hardware(placement.devices), workload=workload,
+                       constants=known.constants, t_g=self._t_g())  # fmt: skip
 
     def _models(self) -> dict[str, RoleModel | None]:
         """Of each role, rollout workers left out, which have the actor's."""
@@ -223,8 +258,7 @@ class Predictor:
                     f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
                     "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
                 )  # fmt: skip
-            slots = self._hosts.description.devices or self._hosts.placement.devices
-            self.calibration = Calibration(Hardware.this_machine(slots))
+            self.calibration = Calibration()
         return self.calibration
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:
@@ -248,8 +282,9 @@ class Predictor:
                                              response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
         raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
 
-    def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, float]:
-        """Seconds of each call of the algorithm's last iteration on its slowest rank, and of that iteration."""
+    def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, tuple[float, float]]:
+        """From when to when each call of the algorithm's last iteration ran on its slowest rank, and the iteration, in
+        seconds since that began. A call that began before it, to generate ahead, is moved to its beginning."""
         made = self._telemetry.metrics()
         made = made[(made["iteration"] == algorithm.iteration) & made["stage"].isin(calls)]
         runs = made.groupby("stage")["run"].max()
@@ -263,9 +298,13 @@ class Predictor:
                 "constants are fitted to calls that were timed under the present placement",
                 "run an iteration, or two, as the first warms up",
             )
-        found = {str(stage): float(seconds) for stage, seconds in spans.groupby("stage")["duration_s"].max().items()}
-        begun = events[(events["event"] == "iteration")]["time_s"].max()  # what it drew may have been generated before
-        return found | {"iteration": float(spans["end_s"].max() - max(spans["start_s"].min(), begun))}
+        drew = events[(events["event"] == "iteration")]["time_s"].max()  # what it drew may have been generated before
+        begun = float(max(spans["start_s"].min(), drew))
+        found = {"iteration": (0.0, float(spans["end_s"].max()) - begun)}
+        for span in spans.sort_values("duration_s").to_dict("records"):  # the slowest rank last
+            start_s = max(0.0, span["start_s"] - begun)
+            found[span["stage"]] = (start_s, start_s + span["duration_s"])
+        return found
 
 
 def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:

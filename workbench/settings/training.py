@@ -210,7 +210,7 @@ class Training:
     def group_of(self, name: str, axes: int) -> tuple[int, bool]:
         """The parameter group of a weight with that many axes; groups are in this order. Matrices come first: they are
         decayed, biases and norms are not."""
-        pattern = self.pattern_of(name)
+        pattern = self.pattern_of(name) if self.rates else ""
         return [*(self.rates or ())].index(pattern) + 1 if pattern else 0, axes <= 1
 
     @property
