@@ -347,6 +347,7 @@ class _Search:
             if (found[:, 1:] <= least[units]).all(axis=1).any():
                 continue
             seconds, made = (least[[units]], []) if bounds else self._alone(roles, units * unit)
+            seconds = seconds if bounds else self._rounded(seconds)
             kept = [k for k in undominated(seconds) if not (found[:, 1:] <= seconds[k]).all(axis=1).any()]
             found = np.concatenate([found, np.column_stack([np.full(len(kept), units), seconds[kept]])])
             origins += [made[k] for k in kept if made]
@@ -398,7 +399,7 @@ class _Search:
             sizes = np.array([option.t_g for option in self.options[role].on(devices)], dtype=np.int64)[picks]
             seconds[:, 0] += self._generation(role, devices, sizes, figures[:, 3])
         moved = transfers(roles, devices, self.options)
-        seconds = self._rounded(seconds + [one.seconds for one in moved.values()])
+        seconds += [one.seconds for one in moved.values()]
         possible = np.flatnonzero(np.isfinite(seconds).all(axis=1))
         kept, origins = possible[undominated(seconds[possible])], []
         for k in kept:
