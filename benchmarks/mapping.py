@@ -54,14 +54,6 @@ MEGATRON = (  # billions of weights, heads, hidden, layers, t, p, GPUs, batch, T
 )  # fmt: skip
 PRIOR, PULL = Constants(passes=1.0, decoding=1.5, links=1.0, calls=0.02), 0.1
 A100 = PRESETS["a100-80g"]
-# How many times as long as isolated kernels and collectives those of a model take; seconds of a call.
-PLAUSIBLE = {"passes": (0.9, 1.8), "decoding": (0.9, 2.5), "links": (0.7, 2.5), "calls": (0.0, 0.1)}
-MEANING = {
-    "passes": "kernels of passes, by those that were timed alone",
-    "decoding": "decoding steps, by reading weights, keys and values at the memory's rate",
-    "links": "collectives within a model, by those that were timed alone",
-    "calls": "seconds of each rank of a call, whatever it does",
-}
 CLOSE = 0.05  # figures that differ by less are no pair whose order is asked
 
 
@@ -132,17 +124,6 @@ def terms(plan: Plan) -> Terms:
     return found
 
 
-def findings(constants: Constants) -> list[str]:
-    """A sentence for each constant outside its plausible range: something else than what the constant means is in
-    the measurements, or the hardware is not as described. For clusters of GPUs."""
-    told = []
-    for name, (least, most) in PLAUSIBLE.items():
-        value = getattr(constants, name)
-        if not least <= value <= most:
-            told.append(f"{name}={value:.3g} is outside {least:g} to {most:g}: {MEANING[name]}")
-    return told
-
-
 def fitted(known: Sequence[Figure], plans: dict[Figure, Plan]) -> Constants:
     """Constants fitted to some figures, in the plans given, and to transitions of their model and cluster sizes. The
     published seconds of generation are not among them: on one and two GPUs they are less than keys and values take to
@@ -189,14 +170,14 @@ def cross_validated() -> pd.DataFrame:
         for _ in range(2):  # the plans are those that are best under the constants, so both are found in turns
             constants = fitted(list(plans), plans)
             plans = predicted(every, constants)
-        print("fitted to all:", constants, *findings(constants), sep="\n  ")
+        print("fitted to all:", constants, *constants.findings, sep="\n  ")
     found = []
     for axis in ("size", "gpus"):
         for value in dict.fromkeys(getattr(one, axis) for one in plans):
             rest = [one for one in plans if getattr(one, axis) != value]
             constants = fitted(rest, plans)
             asked = [one for one in every if getattr(one, axis) == value]
-            print(f"without {axis} {value}: {constants}", *findings(constants), sep="\n  ", flush=True)
+            print(f"without {axis} {value}: {constants}", *constants.findings, sep="\n  ", flush=True)
             found.append(table(predicted(asked, constants), f"{axis} {value}"))
             print(found[-1].drop(columns="left out").to_string(index=False), flush=True)
     return pd.concat(found)

@@ -451,6 +451,8 @@ def test_how_sure_the_best_is() -> None:
     sure = replace(plans, error=gap / 10)
     assert sure.chance == pytest.approx(1.0) and "decides it" not in sure.advice
     assert replace(plans, plans=plans.plans[:1], error=0.1).chance is None
+    odd = replace(plans, error=0.1, findings=Constants(links=9.0).findings)
+    assert "A finding: links=9 is outside 0.7 to 2.5: collectives" in odd.advice and not Constants().findings
 
 
 def test_long_rows_weigh_more_than_their_mean() -> None:

@@ -83,6 +83,25 @@ class Constants:
     def seconds(self, terms: Terms) -> float:
         return sum(map(operator.mul, _values(self), _values(terms)))
 
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """A sentence for each constant outside its plausible range: something else than what it means is in the
+        measurements, or the hardware is not as described."""
+        told = []
+        for name, (least, most, meaning) in PLAUSIBLE.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                told.append(f"{name}={value:.3g} is outside {least:g} to {most:g}: {meaning}")
+        return tuple(told)
+
+
+PLAUSIBLE = {
+    "passes": (0.9, 1.8, "kernels of passes, by those that were timed alone"),
+    "decoding": (0.9, 2.5, "decoding steps, by reading weights, keys and values at the memory's rate"),
+    "links": (0.7, 2.5, "collectives within a model, by those that were timed alone"),
+    "calls": (0.0, 0.1, "seconds of each rank of a call, whatever it does"),
+}
+"""What the constants of GPUs can be: least, most, meaning."""
+
 
 @dataclass(frozen=True, eq=False)
 class CostModel:

@@ -264,7 +264,7 @@ class Plans:
     granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
     gap: how much longer, at most, the best plan takes than the best there is by the cost model, whatever the numbers
     of devices, as a share; infinite where that is not known. error: relative, of a predicted iteration, where a
-    workbench's own measurements tell it.
+    workbench's own measurements tell it. findings: of its constants, see `Constants.findings`.
     """
 
     plans: tuple[Plan, ...]
@@ -276,6 +276,7 @@ class Plans:
     search_s: float
     gap: float
     error: float | None = None
+    findings: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -299,7 +300,7 @@ class Plans:
             return ""
         after = self.plans[1]
         told = (f"Predictions here are off by {self.error:.0%}: the best is really quicker than the next with a chance "
-                f"of {self.chance:.0%}.")  # fmt: skip
+                f"of {self.chance:.0%}.{''.join(f' A finding: {one}.' for one in self.findings)}")  # fmt: skip
         if self.chance >= SURE:
             return told
         return (f"{told} One iteration under the best decides it: if it takes more than "

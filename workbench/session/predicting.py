@@ -211,7 +211,8 @@ class Predictor:
                     plan = replace(self._plan(plan.placement, workload, known, staleness), dependencies=True)
                 sets = tuple(one.names for one in plan.sets)
                 best[sets] = min(best.get(sets, plan), plan, key=lambda one: one.iteration_s)
-        return replace(plans, plans=tuple(ranked(best.values())[:top]), error=spread(known.samples, START))
+        return replace(plans, plans=tuple(ranked(best.values())[:top]), error=spread(known.samples, START),
+                       findings=known.constants.findings)  # fmt: skip
 
     def _possible(self, plans: Plans) -> list[Plan]:
         """Those with a placement that every role's engine takes."""
