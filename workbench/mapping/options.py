@@ -107,9 +107,8 @@ class RoleOptions:
     def _options(self, devices: int) -> Iterator[Option]:
         kinds = [call.kind for call in self.calls]
         several = self._by_call and "infer" in kinds and "train" in kinds
-        others = (
-            self.layouts(devices, fit=False) if several else []
-        )  # a copy for a pass is less than what training holds
+        # a copy for a pass is less than what training holds
+        others = self.layouts(devices, fit=False) if several else []
         for layout, again in product(self.layouts(devices), self.agains):
             held = self._in_turns(self._held(layout, again))
             if held is None or sum(held) > self.model.hardware.usable_bytes:
@@ -157,7 +156,8 @@ class RoleOptions:
 
         def add(name: str, stage: str, terms: Terms) -> None:
             if terms != Terms():
-                found.append(CallPlan(name, stage, terms, float(self.constants.seconds(terms))))
+                plain = Terms(*map(float, vars(terms).values()))  # no numbers of arrays
+                found.append(CallPlan(name, stage, plain, self.constants.seconds(plain)))
 
         if option.own_t_g is not None and not self.role.samples_only:
             add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))

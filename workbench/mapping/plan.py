@@ -268,8 +268,8 @@ class Plans:
 
     granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
     gap: how much longer, at most, the best plan takes than the best there is by the cost model, whatever the numbers
-    of devices, as a share; infinite where that is not known, as with a granularity. error: relative, of a predicted iteration, where a
-    workbench's own measurements tell it.
+    of devices, as a share; infinite where that is not known, as with a granularity. error: relative, of a predicted
+    iteration, where a workbench's own measurements tell it.
     """
 
     plans: tuple[Plan, ...]

@@ -264,9 +264,8 @@ class _Search:
     """What partitions share: the ways of sets on numbers of devices, and bounds of them. halves: whether each of two
     sets has one."""
 
-    def __init__(
-        self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *, halves: bool
-    ) -> None:
+    def __init__(self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *,
+                 halves: bool) -> None:  # fmt: skip
         self.options, self.functions, self.devices, self.halves = options, functions, devices, halves
         self.model = next(iter(options.values())).model
         self._least: dict[tuple[str, int], NDArray[np.float64]] = {}
