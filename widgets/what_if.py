@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Thread, current_thread
 from typing import Any
 
 import ipywidgets
@@ -18,10 +18,10 @@ EVERY_S, FIRST_S = 0.15, 2.0  # how often a map is drawn while it is refined; wh
 
 class WhatIf(ipywidgets.VBox):
     """The best plan where the sliders are, and the map through that point over two of their axes. A thread searches,
-    the quickest answers first, and begins anew where something has changed. drawn: when it is done."""
+    the quickest answers first; where something has changed, a new one takes its place."""
 
     def __init__(self, grid: PlacementMap, across: str, up: str) -> None:
-        self.grid, self._asked, self._pool = grid, 0, ThreadPoolExecutor(1, "workbench-what-if")
+        self.grid = grid
         self.sliders = {
             axis: ipywidgets.SelectionSlider(
                 description=label(axis), options=[(value_text(one), one) for one in grid.steps[axis]], value=value,
@@ -55,13 +55,13 @@ class WhatIf(ipywidgets.VBox):
         """Search and draw what is asked for now. Where one axis becomes the other, they change places."""
         if self.across.value == self.up.value:
             (self.up if change.owner is self.across else self.across).value = change.old
-        self._asked += 1
-        self.drawn: Future[None] = self._pool.submit(self._work, self._asked, *self.seen)
+        self.drawing = Thread(target=self._work, args=self.seen, daemon=True)  # a kernel that ends does not wait for it
+        self.drawing.start()
 
-    def _work(self, asked: int, *seen: Any) -> None:
+    def _work(self, *seen: Any) -> None:
         drawn_s = 0.0
         for _ in self.grid.refine(*seen):
-            if asked != self._asked:
+            if self.drawing is not current_thread():
                 return
             if time.monotonic() > drawn_s + EVERY_S:
                 self._draw(*seen)
@@ -76,6 +76,6 @@ class WhatIf(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         static = os.environ.get(STATIC) == "static"
-        wait([self.drawn], None if static else FIRST_S)
+        self.drawing.join(None if static else FIRST_S)
         live = {} if static else super()._repr_mimebundle_(**options)
         return {**live, "text/html": self._map.value + self._answer.value, "text/plain": repr(self)}

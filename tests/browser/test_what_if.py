@@ -26,7 +26,7 @@ def test_a_slider_that_is_moved_changes_the_answer(shared_notebook: Callable[[Se
     slider.focus()
     notebook.page.keyboard.press("ArrowRight")
     shown.get_by_text("link speed \N{MULTIPLICATION SIGN} 2").wait_for()  # the answer's caption
-    notebook.ask("asked.drawn.result()")
+    notebook.ask("asked.drawing.join()")
     notebook.wait_for_count(shown.get_by_text("\N{HORIZONTAL ELLIPSIS}"), 0)
     notebook.picture("what_if")
     assert shown.evaluate("(one) => one.scrollWidth <= one.clientWidth")

@@ -238,7 +238,7 @@ def test_bounds_leave_out_nothing_that_is_quicker(
     count: int, devices: int, memory: float, flop_s: float, by_call: bool, ahead: int | None, unit: int, dice: Any
 ) -> None:
     """Searches that coarse plans bound find the same best plan of each partition as those without (whose best is that
-    of walking through all); the gap of rounded seconds, and of coarse allocations, holds."""
+    of walking through all); the gap of rounded seconds holds, and coarse allocations are no better."""
     models = {role: small(4, dice.choice([32, 64]), 4) for role in ROLES[:count]}
     work = small_work(30, "workbench", models)
     asked: dict[str, Any] = {
@@ -375,6 +375,15 @@ def test_plans_are_such_as_engines_take() -> None:
         for one in plan.sets:
             assert len({role.layout.t for role in one.roles if role.role in ("actor", "critic")}) <= 1
             assert all(role.layout.p == 1 for role in one.roles if role.role in ("actor", "critic"))
+    # a critic of nine heads shares devices with an actor whose pairs of tensor ranks beat its replicas
+    odd = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=4, vocab_size=512,
+                      num_attention_heads=9, num_key_value_heads=3)  # fmt: skip
+    roomy = replace(PRESETS["a100-80g"], memory_bytes=4 * PRESETS["a100-80g"].memory_bytes)
+    models = {"actor": "llama-7b", "critic": odd, "reference": "llama-7b", "reward": odd}
+    plans = search(models, devices=2, hardware=roomy, workload=replace(zero, rows=1, updates=1))
+    assert [one.devices for one in plans.best.sets] == [2]
+    odd.vocab_size *= 1000  # a config that is changed is another model
+    assert search(models, devices=2, hardware=roomy, workload=Workload()).best.memory_bytes > plans.best.memory_bytes
     # whole replicas generate in tensor groups: weights are there already
     groups = predict(Placement.colocate(16).restrict(ROLES[:4]), four("llama-7b"), hardware=PRESETS["a100-80g"],
                      workload=Workload(), t_g=2)  # fmt: skip

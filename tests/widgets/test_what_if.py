@@ -47,10 +47,10 @@ def test_the_frame_is_what_searches_find() -> None:
 
 def test_a_slider_that_is_moved_changes_the_answer_and_the_map() -> None:
     shown = asked(devices=16)
-    shown.drawn.result(60)
+    shown.drawing.join(60)
     before = [html.value for html in (shown._map, shown._answer)]
     shown.sliders["model"].value = "llama-70b"
-    shown.drawn.result(60)
+    shown.drawing.join(60)
     assert all(html.value != old for html, old in zip((shown._map, shown._answer), before, strict=True))
     frame = shown.frame()
     assert frame[frame["devices"] == 4]["placement"].tolist() == [NOTHING, NOTHING]
@@ -58,7 +58,7 @@ def test_a_slider_that_is_moved_changes_the_answer_and_the_map() -> None:
     assert "llama-70b" in repr(shown)
 
     shown.sliders["devices"].value = 4  # the answer says why nothing fits
-    shown.drawn.result(60)
+    shown.drawing.join(60)
     assert "no layout was found that fits" in shown._answer.value
     assert "32 devices they fit" in shown._answer.value
 
@@ -69,7 +69,7 @@ def test_a_slider_that_is_moved_changes_the_answer_and_the_map() -> None:
 def test_until_all_is_searched_the_nearest_cell_lends_its_colour() -> None:
     shown = asked(devices=16)
     grid, seen = shown.grid, shown.seen
-    shown.drawn.result(60)
+    shown.drawing.join(60)
     fresh = type(grid)(grid.models, 16, A100, REMAX)
     assert "not searched yet" in fresh.picture(*seen)
     next(fresh.refine(*seen))

@@ -30,7 +30,6 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,11 +104,10 @@ PLAUSIBLE = {
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Terms of calls on a hardware, for a workload. fronts: what a search has found for sets on some devices."""
+    """Terms of calls on a hardware, for a workload."""
 
     hardware: Hardware
     workload: Workload
-    fronts: dict[Any, Any] = field(default_factory=dict, repr=False)
     _known: dict[tuple[RoleModel, int, int, float], tuple[float, float, float]] = field(
         default_factory=dict, repr=False
     )
@@ -304,7 +302,6 @@ class CostModel:
         return Terms(links=sent * COLUMN_BYTES * work.rows * work.row_tokens / machines / hardware.machine_bytes_s)
 
 
-@lru_cache(maxsize=4096)
 def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
     """Most bytes that a rank receives in a transition, as the resharding planner (`plan_transition`) counts them,
     without its schedule. With `hybridflow` a rank's slices in training lie inside those of generation; with the others

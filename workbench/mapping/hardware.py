@@ -73,10 +73,9 @@ def _seconds(
     rates: ProductRates, m: int, n: int, k: int, flop_s: float, memory_bytes_s: float, item_bytes: int
 ) -> float:
     read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * rates.memory_share)
+    computed = 2.0 * m * n * k * (1 + rates.edge * (1 / m + 1 / n))
     if rates.tiles:
         computed = min(_tiled(rates, m, n, k, *tile) for tile in TILES)
-    else:
-        computed = _tiled(rates, m, n, k, m, n)
     return rates.launch_s + max(read, computed / (flop_s * rates.share))
 
 

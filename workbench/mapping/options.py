@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +47,6 @@ class Option:
         return self.own_t_g or self.layout.t_g or 1
 
 
-_layout, _generating = lru_cache(Layout), lru_cache(Layout.generating)  # checked once
-
-
 class RoleOptions:
     """The options of one role, by number of devices; each is worked out once.
 
@@ -63,8 +59,11 @@ class RoleOptions:
         self.role, self.model, self.constants = role, model, constants
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
         self.calls = model.workload.of(name)
-        self._longest = model.workload.prompt_tokens + max(model.workload.lengths)
-        self._alone = _alone(role, self._longest, role.trained)
+        # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
+        longest = model.workload.prompt_tokens + max(model.workload.lengths)
+        training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
+        self._alone = replace(role, generation=None, training=training)
+        self._running = replace(self._alone, trained=False)
         self._found: dict[int, tuple[Option, ...]] = {}
         self._terms: dict[tuple[str, int, int, int, bool], Terms] = {}
 
@@ -91,15 +90,25 @@ class RoleOptions:
     def on(self, devices: int) -> tuple[Option, ...]:
         """The options on so many devices, without those that another one matches or beats in time and memory."""
         if devices not in self._found:
-            self._found[devices] = _best(list(self._options(devices)))
+            self._found[devices] = self._best(list(self._options(devices)))
         return self._found[devices]
+
+    def _best(self, options: list[Option]) -> tuple[Option, ...]:
+        """Those that no other of the same tensor sizes, of generation and of DeepSpeed's groups, matches or beats in
+        every second and byte."""
+        kept: list[Option] = []
+        sizes = [(option.t_g, option.layout.t if self.by_deepspeed else 0) for option in options]
+        for size in sorted(set(sizes)):
+            group = [option for option, own in zip(options, sizes, strict=True) if own == size]
+            figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
+            kept += [group[n] for n in undominated(figures)]
+        return tuple(kept)
 
     def _options(self, devices: int) -> Iterator[Option]:
         kinds = [call.kind for call in self.calls]
         several = self._by_call and "infer" in kinds and "train" in kinds
-        others = (
-            self.layouts(devices, fit=False) if several else []
-        )  # a copy for a pass is less than what training holds
+        # a copy for a pass is less than what training holds
+        others = self.layouts(devices, fit=False) if several else []
         for layout, again in product(self.layouts(devices), self.agains):
             held = self._in_turns(self._held(layout, again))
             if held is None or sum(held) > self.model.hardware.usable_bytes:
@@ -147,10 +156,11 @@ class RoleOptions:
 
         def add(name: str, stage: str, terms: Terms) -> None:
             if terms != Terms():
-                found.append(CallPlan(name, stage, terms, float(self.constants.seconds(terms))))
+                plain = Terms(*map(float, vars(terms).values()))  # no numbers of arrays
+                found.append(CallPlan(name, stage, plain, self.constants.seconds(plain)))
 
         if option.own_t_g is not None and not self.role.samples_only:
-            add("relayout", STAGES[0], self._moved(layout, _layout(1, option.own_t_g, layout.size // option.own_t_g)))
+            add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
         if self.role.samples_only:
             received = self.generation_bytes(option.t_g)
             add("sync", STAGES[0], model.moved(self.role, received, layout.size + 1, option.t_g))
@@ -192,7 +202,7 @@ class RoleOptions:
         return self.model.moved(self.role, nbytes, train.size, other.p * other.t)
 
     def _forward_bytes(self, layout: Layout) -> int:
-        held = _held(_alone(self.role, self._longest, False), False, layout.p, layout.t, 1, False)
+        held = _held(self._running, False, layout.p, layout.t, 1, False)
         return held[1] if held else 0
 
     def layouts(self, devices: int, *, fit: bool = True) -> list[Layout]:
@@ -210,7 +220,7 @@ class RoleOptions:
             for p in range(1, min(devices // t, self.role.layers) + 1):
                 if (devices // t) % p or self.role.layers % p or ((deepspeed or adapted) and p > 1):
                     continue
-                layout = _layout(p, t, devices // (p * t))
+                layout = Layout(p, t, devices // (p * t))
                 held = self._held(layout, self.agains[-1])
                 if held is not None and (not fit or sum(held) <= hardware.usable_bytes):
                     found.append(layout)
@@ -227,7 +237,7 @@ class RoleOptions:
             if self._t_g not in (None, t_g):
                 continue
             if layout.t % t_g == 0:
-                yield _generating(layout, t_g), None
+                yield layout.generating(t_g), None
             elif (whole or self._by_call) and self._groups(t_g, layout.size):
                 yield layout, t_g
 
@@ -273,13 +283,13 @@ class RoleOptions:
         return np.where(cache_bytes >= longest, waves, 0.0)
 
 
-@lru_cache(maxsize=100_000)
+@lru_cache(maxsize=16_384)
 def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool) -> tuple[int, int, int] | None:
     """(lasting, passing, optimizer) bytes of the fullest rank; cut: whether replicas share the optimizer."""
     if cut:  # by the size of two replicas, of which each has half of it
         training = replace(role.training, engine="deepspeed", zero_stage=1, activation_checkpointing=again)
         role = replace(role, training=training)
-    one = _layout(p, t, replicas)
+    one = Layout(p, t, replicas)
     try:
         role.weights.check(p, t)
         ends = [rank_memory(role, one, rank) for rank in {0, (p - 1) * t}]
@@ -287,23 +297,6 @@ def _held(role: RoleModel, cut: bool, p: int, t: int, replicas: int, again: bool
         return None
     most = max(ends, key=lambda end: end.lasting)
     return most.lasting, max(end.passing for end in ends), most.optimizer * replicas if cut else 0
-
-
-@lru_cache(maxsize=256)
-def _alone(role: RoleModel, longest: int, trained: bool) -> RoleModel:
-    """A role without generation, whose memory the search counts; a row that is longer than a micro-batch goes alone."""
-    training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
-    return replace(role, generation=None, training=training, trained=trained)
-
-
-def _best(options: list[Option]) -> tuple[Option, ...]:
-    """Those that no other of the same tensor size of generation matches or beats in every second and byte."""
-    kept: list[Option] = []
-    for t_g in sorted({option.t_g for option in options}):
-        group = [option for option in options if option.t_g == t_g]
-        figures = np.array([(*option.seconds, option.lasting, option.passing) for option in group])
-        kept += [group[n] for n in undominated(figures)]
-    return tuple(kept)
 
 
 def undominated(figures: NDArray[np.float64]) -> list[int]:
@@ -327,15 +320,6 @@ def options_of(
     roles: Mapping[str, RoleModel], hardware: Hardware, workload: Workload, constants: Constants, *, strategy: str,
     t_g: int | None, by_call: bool,
 ) -> dict[str, RoleOptions]:  # fmt: skip
-    key = (*roles.items(), repr((hardware, workload, constants)), strategy, t_g, by_call)
-    if key not in _made:
-        if len(_made) >= MOST_MADE:
-            _made.pop(next(iter(_made)), None)
-        model = CostModel(hardware, workload)
-        _made[key] = {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-                      for name, role in roles.items()}  # fmt: skip
-    return _made[key]
-
-
-MOST_MADE = 64
-_made: dict[Any, dict[str, RoleOptions]] = {}  # searches on several numbers of devices share them
+    model = CostModel(hardware, workload)
+    return {name: RoleOptions(name, role, model, constants, strategy=strategy, t_g=t_g, by_call=by_call)
+            for name, role in roles.items()}  # fmt: skip

@@ -151,7 +151,7 @@ class Plan:
     @property
     def iteration_s(self) -> float:
         """Seconds of an iteration; of a workload that runs ahead, of what takes longer, generation or the rest."""
-        return seconds_of(tuple(self.stage_s.values()), self.workload)
+        return float(seconds_of(tuple(self.stage_s.values()), self.workload))
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -243,6 +243,11 @@ def seconds_of(stages: Any, workload: Workload) -> Any:
     return np.maximum(generation, sum(others)) if workload.ahead else generation + sum(others)
 
 
+def gap_of(times: float) -> float:
+    """`Plans.gap` of a best plan that takes so many times as long as the bound: none where only rounding differs."""
+    return max(0.0, round(times - 1, 8))
+
+
 def describe(plan: Plan) -> str:
     """A plan in a line: sets with their devices and layouts."""
 
@@ -263,8 +268,8 @@ class Plans:
 
     granularity: devices that allocations are multiples of. placements_considered: partitions of the roles into sets.
     gap: how much longer, at most, the best plan takes than the best there is by the cost model, whatever the numbers
-    of devices, as a share; infinite where that is not known. error: relative, of a predicted iteration, where a
-    workbench's own measurements tell it. findings: of its constants, see `Constants.findings`.
+    of devices, as a share; infinite where that is not known, as with a granularity. error: relative, of a predicted
+    iteration, where a workbench's own measurements tell it. findings: of its constants, see `Constants.findings`.
     """
 
     plans: tuple[Plan, ...]

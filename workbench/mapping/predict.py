@@ -51,21 +51,20 @@ def predict(
             f"role {missing[0]!r} has no pool", f"the placement is {placement}", "name it in one of the pools"
         )
     functions = tuple(role for role, model in models.items() if model is None)
-    sets = [_beside(one, sets, hardware) for one in sets]
+    sets = [_sharing_cores(one, sets, hardware) for one in sets]
     return Plan(tuple(sets), devices=placement.devices, workload=workload, hardware=hardware, functions=functions)
 
 
-def _beside(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) -> SetPlan:
+def _sharing_cores(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) -> SetPlan:
     """A set whose calls take longer where the sets of a stage have more devices than a CPU machine has cores."""
     if hardware.cores is None:
         return one
     busy = {stage: sum(any(call.stage == stage for role in each.roles for call in role.calls) * each.devices
                        for each in sets) for stage in STAGES}  # fmt: skip
-    roles = []
-    for role in one.roles:
-        slower = [(call, max(1.0, busy[call.stage] / hardware.cores)) for call in role.calls]
-        calls = [replace(call, terms=call.terms * by, seconds=call.seconds * by) for call, by in slower]
-        roles.append(replace(role, calls=tuple(calls)))
+    by = {stage: max(1.0, devices / hardware.cores) for stage, devices in busy.items()}
+    roles = [replace(role, calls=tuple(replace(call, terms=call.terms * by[call.stage],
+                                               seconds=call.seconds * by[call.stage]) for call in role.calls))
+             for role in one.roles]  # fmt: skip
     return replace(one, roles=tuple(roles))
 
 

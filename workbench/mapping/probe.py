@@ -24,13 +24,14 @@ Timed = Sequence[tuple[tuple[int, int, int], float]]  # (m, n, k) of a product, 
 def this_machine(devices: int | None = None) -> Hardware:
     """This machine: its GPUs if it has some, else its cores as slots, each of which has its share of them as a host
     has. devices: slots of a CPU machine; None: as many as cores. A process measures each share of the cores once.
-    Latencies and links are not measured: `lab.calibrate` finds what they cost."""
+    Latencies, and a GPU's links, are not measured: `lab.calibrate` finds what they cost."""
     import torch
 
     gpus = torch.cuda.device_count()
     count = gpus or devices or cores()
     found = _measured(0 if gpus else computing_threads(count))
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else total_bytes() // count
+    torch.cuda.empty_cache()  # what was measured with is for hosts
     return replace(found, devices_per_machine=count, memory_bytes=int(memory))
 
 
@@ -100,9 +101,7 @@ def _sent_bytes_s() -> float:
 
             def over() -> None:
                 sending = pool.submit(one.sendall, sent)
-                left = memoryview(bytearray(len(sent)))
-                while left:
-                    left = left[other.recv_into(left) :]
+                other.recv(len(sent), socket.MSG_WAITALL)
                 sending.result()
 
             return len(sent) / _timed(over)

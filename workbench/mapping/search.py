@@ -41,7 +41,7 @@ from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
-from workbench.mapping.plan import Plan, Plans, ranked, seconds_of
+from workbench.mapping.plan import Plan, Plans, gap_of, ranked, seconds_of
 from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.workload import Workload, role_models
 from workbench.placement.role_model import RoleModel
@@ -132,8 +132,8 @@ Named = Literal["auto", "colocate", "split", "standalone"]
 Sets = tuple[tuple[str, ...], ...]
 _Found = tuple[Plan | None, float]  # of a partition: the best plan, seconds than which none takes less
 _Set = tuple[tuple[str, ...], int, tuple[Option, ...]]  # roles, devices, and how each role is laid out there
+_Sized = tuple["NDArray[np.float64]", list[_Set]]  # rows of ways of a set; where each comes from
 # [ways, 5]: seconds by stage, lasting and passing bytes; DeepSpeed's tensor ranks, 0: none; an option for each role
-_Sized = tuple["NDArray[np.float64]", list[_Set]]  # [ways, 3]: seconds by stage; where each comes from
 _Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...]]]
 
 
@@ -159,15 +159,14 @@ def search(
     models: role -> size preset ("llama-7b", ...), a model's name or folder, a transformers config; None: a function,
     which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
     placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
-    1 up to 16,384 devices. A plan may leave devices idle. Up to 2048 devices the best plan is the best there is, beyond
-    within 1 % of it: see `Plans.gap`. strategy: of the
-    transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best. by_call: generation, forward passes
-    and training of a role each have a layout of their own, to which weights are copied each iteration (ReaLHF's
-    question, arXiv:2406.14088); such a plan is no placement of a workbench yet. uncalled: models of roles that the
-    workload does not call are placed as well, and take memory; else they are refused. dependencies: a call also waits
-    for calls of its own stage whose rows it reads; each partition's best plan is then weighed by its simulation, and
-    the answer is `exact` where the best of them waits for none. constants: of the cost model, such as `lab.calibrate()`
-    gives. top: so many plans.
+    1 up to 16,384 devices. A plan may leave devices idle. With a granularity of 1 the best plan is the best there is up
+    to 2048 devices, and beyond within 1 % of it: see `Plans.gap`. strategy: of the transition, as of `wb reshard`. t_g:
+    tensor ranks of generation; None: the best. by_call: generation, forward passes and training of a role each have a
+    layout of their own, to which weights are copied each iteration (ReaLHF's question, arXiv:2406.14088); such a plan
+    is no placement of a workbench yet. uncalled: models of roles that the workload does not call are placed as well,
+    and take memory; else they are refused. dependencies: a call also waits for calls of its own stage whose rows it
+    reads; each partition's best plan is then weighed by its simulation, and the answer is `exact` where the best of
+    them waits for none. constants: of the cost model, such as `lab.calibrate()` gives. top: so many plans.
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
@@ -220,15 +219,11 @@ def search(
             return any(other.refine([sets], step, [(None, math.inf)])[0][0] for sets in partitions)
 
         raise nothing_fits(one.options, devices, placement, unit, fits)
-    if unit > 1:
-        every = one.refine(partitions, 1, every, bounds=True) if devices <= MOST_SIZES else [(p, 0.0) for p, _ in every]
     found = ranked(replace(plan, dependencies=dependencies) for plan, _ in every if plan is not None)
-    least_s = min(seconds for _, seconds in every)
-    gap = found[0].iteration_s / least_s - 1 if least_s else math.inf
+    gap = math.inf if unit > 1 else gap_of(found[0].iteration_s / min(seconds for _, seconds in every))
     return Plans(
         plans=tuple(found[:top]), workload=workload, hardware=machine, devices=devices, granularity=unit,
-        placements_considered=len(partitions), search_s=time.perf_counter() - start_s,
-        gap=gap if gap > 10 * SLACK else 0.0,
+        placements_considered=len(partitions), search_s=time.perf_counter() - start_s, gap=gap,
     )  # fmt: skip
 
 
@@ -262,20 +257,17 @@ class _Search:
     """What partitions share: the ways of sets on numbers of devices, and bounds of them. halves: whether each of two
     sets has one."""
 
-    def __init__(
-        self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *, halves: bool
-    ) -> None:
+    def __init__(self, options: Mapping[str, RoleOptions], devices: int, functions: tuple[str, ...], *,
+                 halves: bool) -> None:  # fmt: skip
         self.options, self.functions, self.devices, self.halves = options, functions, devices, halves
         self.model = next(iter(options.values())).model
         self._least: dict[tuple[str, int], NDArray[np.float64]] = {}
-        self._alones: dict[tuple[tuple[str, ...], int], _Sized] = self.model.fronts
+        self._sized: dict[tuple[tuple[str, ...], int], _Sized] = {}
         self._ways: dict[tuple[tuple[str, ...], int], _Ways] = {}
 
-    def refine(
-        self, partitions: Sequence[Sets], unit: int, found: Sequence[_Found], *, bounds: bool = False
-    ) -> list[_Found]:
+    def refine(self, partitions: Sequence[Sets], unit: int, found: Sequence[_Found]) -> list[_Found]:
         """Of each partition the best plan by multiples of `unit` devices, and seconds than which none takes less.
-        found: what is known, which bounds the search. bounds: the seconds only, which need no ways of sets."""
+        found: what is known, which bounds the search."""
         limits = [np.inf if plan is None else plan.iteration_s * (1 + SLACK) for plan, _ in found]
         # those that generate come last, with most ways
         orders = [sorted(sets, key=lambda one: (any(self.options[r].generates for r in one), len(one), one))
@@ -285,11 +277,11 @@ class _Search:
         for sets, (within, _) in zip(orders, windows, strict=True):
             for one, mask in zip(sets, within, strict=True):
                 sizes[one] = sizes.get(one, False) | mask
-        rows = {one: self._rows(one, np.flatnonzero(mask).tolist(), unit, bounds) for one, mask in sizes.items()}
+        rows = {one: self._rows(one, np.flatnonzero(mask).tolist(), unit) for one, mask in sizes.items()}
         better = []
         for sets, (within, after), limit, (plan, _) in zip(orders, windows, limits, found, strict=True):
             least_s, picks = self._side_by_side([rows[one][0] for one in sets], within, after, limit)
-            if len(picks) and not bounds:
+            if len(picks):
                 other = self._plan([rows[one][1][k] for one, k in zip(sets, picks, strict=True)])
                 plan = other if plan is None or other.iteration_s < plan.iteration_s else plan
             better.append((plan, least_s))
@@ -337,20 +329,18 @@ class _Search:
             within.append(mask & (np.arange(len(one)) == self.devices // 2 // unit) if self.halves else mask)
         return within, after[1:]
 
-    def _rows(
-        self, roles: tuple[str, ...], sizes: Sequence[int], unit: int, bounds: bool
-    ) -> tuple[NDArray[np.float64], list[_Set]]:
+    def _rows(self, roles: tuple[str, ...], sizes: Sequence[int], unit: int) -> _Sized:
         """(units, seconds by stage) of the ways of a set on some numbers of units, without those that others beat, and
-        where each comes from. bounds: one of each number, of the least seconds."""
-        least, found, origins = self.least(roles, unit), np.zeros((0, 4)), []
+        where each comes from."""
+        least, found, origins = self.least(roles, unit), np.zeros((0, 4)), list[_Set]()
         for units in sizes:
             if (found[:, 1:] <= least[units]).all(axis=1).any():
                 continue
-            seconds, made = (least[[units]], []) if bounds else self._alone(roles, units * unit)
-            seconds = seconds if bounds else self._rounded(seconds)
+            exact, made = self._alone(roles, units * unit)
+            seconds = self._rounded(exact)
             kept = [k for k in undominated(seconds) if not (found[:, 1:] <= seconds[k]).all(axis=1).any()]
             found = np.concatenate([found, np.column_stack([np.full(len(kept), units), seconds[kept]])])
-            origins += [made[k] for k in kept if made]
+            origins += [made[k] for k in kept]
         return found, origins
 
     def _side_by_side(
@@ -384,8 +374,8 @@ class _Search:
 
     def _alone(self, roles: tuple[str, ...], devices: int) -> _Sized:
         """The ways of a set on exactly so many devices."""
-        if (roles, devices) in self._alones:
-            return self._alones[roles, devices]
+        if (roles, devices) in self._sized:
+            return self._sized[roles, devices]
         makers = [role for role in roles if self.options[role].generates]
         others = tuple(role for role in roles if role not in makers)
         figures, tensor, ways = self._together(others, devices)
@@ -407,7 +397,7 @@ class _Search:
             for role, picks in zip(makers, chosen, strict=True):
                 found[role] = self.options[role].on(devices)[picks[k]]
             origins.append((roles, devices, tuple(found[role] for role in roles)))
-        self._alones[roles, devices] = seconds[kept], origins
+        self._sized[roles, devices] = seconds[kept], origins
         return seconds[kept], origins
 
     def _together(self, roles: tuple[str, ...], devices: int) -> _Ways:

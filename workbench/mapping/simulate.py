@@ -17,12 +17,8 @@ from workbench.support.checked_calls import checked_call
 from workbench.telemetry.spans import Span
 
 KINDS = {
-    "transition": "weight_sync",
-    "relayout": "weight_sync",
-    "sync": "weight_sync",
-    "transfer": "transfer",
-    "load": "load",
-}
+    **dict.fromkeys(("transition", "relayout", "sync"), "weight_sync"), "transfer": "transfer", "load": "load",
+}  # fmt: skip
 MOST_LANES = 8  # of one set: its devices all do the same
 
 

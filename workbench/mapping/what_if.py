@@ -103,7 +103,8 @@ class PlacementMap:
         for points, parts in zip(stages, (COARSE, COARSE, COARSE, FINEST, COARSE, FINE), strict=True):
             for one in points:
                 if one not in self._found or self._found[one][0] < parts:
-                    self._found[one] = parts, self._search(one, parts)
+                    new = parts, self._search(one, parts)  # while another thread may have found a finer answer
+                    self._found[one] = max(new, self._found.get(one, new), key=lambda known: known[0])
                     yield
 
     def rows(self, point: Point, across: str, up: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -232,9 +233,6 @@ def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedC
     return model
 
 
-_models: dict[tuple[Any, ...], RoleModel] = {}
-
-
 def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, RoleModel]:
     """The models that are placed: each role's as a preset, a name, a folder, a config, or a `RoleModel`; a role whose
     model is None is a function and is left out."""
@@ -245,11 +243,9 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
         if model is None:
             continue
         if not isinstance(model, RoleModel):
-            config, training, trained = config_of(model), workload.training, role in TRAINED_ROLES
-            # equal ones are one object, whose bytes and shapes are worked out once
-            key = type(config), config.to_json_string(), head_of(role), workload.dtype, repr(training), trained
-            model = _models.setdefault(key, RoleModel(config=config, head=head_of(role), dtype=workload.dtype,
-                                                      training=training, trained=trained))  # fmt: skip
+            config = deepcopy(config_of(model))  # its bytes are kept, and a config may be changed
+            model = RoleModel(config=config, head=head_of(role), dtype=workload.dtype, training=workload.training,
+                              trained=role in TRAINED_ROLES)  # fmt: skip
         found[role] = model
     if ROLLOUT in found:
         found[ROLLOUT] = replace(found[ROLLOUT], trained=False, samples_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding.weights import Weight
@@ -107,7 +106,6 @@ class RankMemory:
         return self.gradients + self.activations
 
 
-@lru_cache(maxsize=4096)
 def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int | None = None) -> RankMemory:
     """The memory of rank `rank` of a role. cache_bytes: of vLLM's key-value cache on a GPU, see `Room`; None: a CPU
     host.

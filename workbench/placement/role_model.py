@@ -185,12 +185,11 @@ class RoleModel:
         return max(self.micro_batch_tokens, longest)
 
 
-@lru_cache(maxsize=4096)
-def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> tuple[tuple[Weight, int], ...]:
+def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[Weight, int]]:
     """The weights of which a rank's replica position holds a slice, and the slice's elements: before any sharding over
     replicas. `BadInput` where the layout does not cut the model."""
     _, i, j = layout.coordinates(rank)
-    return tuple((weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p))
+    return [(weight, math.prod(weight.local_shape(j, layout.t))) for weight in weights.of_stage(i, layout.p)]
 
 
 def head_of(role: str) -> Literal["lm", "scalar"]:

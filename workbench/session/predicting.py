@@ -15,7 +15,7 @@ from workbench.errors import BadInput, NotFound
 from workbench.mapping.costs import Constants, Sample, Terms, fit, spread
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
-from workbench.mapping.plan import Plan, Plans, ranked
+from workbench.mapping.plan import Plan, Plans, gap_of, ranked
 from workbench.mapping.predict import check_placement, predict
 from workbench.mapping.search import search
 from workbench.mapping.simulate import simulate
@@ -194,24 +194,29 @@ class Predictor:
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
         on_cores = known.hardware(count).cores is not None  # devices that share them: the fewer, the faster each is
-        best: dict[tuple[tuple[str, ...], ...], Plan] = {}
-        for used in range(1 if on_cores else count, count + 1):
+        best, tried, refused = dict[tuple[tuple[str, ...], ...], Plan](), list[Plans](), list[BadInput]()
+        for used in range(count, 0 if on_cores else count - 1, -1):
             try:
                 # a role that the algorithm does not call is placed all the same, and costs no time
                 plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
                                constants=known.constants, t_g=self._t_g(), uncalled=True,
                                dependencies=True)  # fmt: skip
                 found = self._possible(plans) if count <= has else plans.plans
-            except BadInput:
-                if used == count:
-                    raise
+            except BadInput as error:
+                refused.append(error)
                 continue
+            tried.append(plans)
             for plan in found:
                 if on_cores:
                     plan = replace(self._plan(plan.placement, workload, known, staleness), dependencies=True)
                 sets = tuple(one.names for one in plan.sets)
                 best[sets] = min(best.get(sets, plan), plan, key=lambda one: one.iteration_s)
-        return replace(plans, plans=tuple(ranked(best.values())[:top]), error=spread(known.samples, START),
+        if not tried:
+            raise refused[0]
+        ranks = ranked(best.values())
+        times = max(ranks[0].iteration_s / one.best.iteration_s * (1 + one.gap) for one in tried)
+        return replace(tried[0], plans=tuple(ranks[:top]), devices=count, gap=gap_of(times),
+                       search_s=sum(one.search_s for one in tried), error=spread(known.samples, START),
                        findings=known.constants.findings)  # fmt: skip
 
     def _possible(self, plans: Plans) -> list[Plan]:
