@@ -194,7 +194,6 @@ def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> tuple[tuple
 
 
 def head_of(role: str) -> Literal["lm", "scalar"]:
-    """The head of a role's model."""
     return "lm" if role in ("actor", "reference", "teacher", ROLLOUT) else "scalar"
 
 
