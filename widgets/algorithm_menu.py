@@ -38,7 +38,6 @@ def fits(name: str, lab: Any, like: Any) -> bool:
 
 
 def code_of(stage: Any, lab: Any) -> str:
-    """The source of what a stage runs."""
     function = getattr(stage, "function", None)
     operation = getattr(function, "operation", None)
     if function is not None and operation is not None:

@@ -67,7 +67,7 @@ class Charts(View):
             [self.title, *(f"  {summary(chart)}" for chart in charts)] if charts else [f"{self.title}: nothing"]
         )
 
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
+    def payload(self) -> tuple[dict[str, Any], list[bytes]]:
         charts = self.charts()
         data = {
             "figure": figure(charts) if charts else None,

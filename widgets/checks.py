@@ -18,6 +18,7 @@ class Checks(View):
     """The verdicts of `lab.check()`: figure, threshold, and where to look."""
 
     name, title = "checks", "Checks"
+    fields = ("chosen",)
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -30,7 +31,7 @@ class Checks(View):
 
     def controls(self) -> str:
         told = "on a small batch of their own; afterwards the system is as before"
-        return choice("run", "choose", [ALL, *CHECKS], self.chosen) + button("Check", "check", drives=True, title=told)
+        return choice("run", "chosen", [ALL, *CHECKS], self.chosen) + button("Check", "check", drives=True, title=told)
 
     def picture(self) -> str:
         if self.report is None:
@@ -54,12 +55,7 @@ class Checks(View):
     def text(self) -> str:
         return "checks: none run" if self.report is None else repr(self.report)
 
-    def on_choose(self, value: str) -> None:
-        """Which to run."""
-        self.chosen = value
-
     def on_check(self) -> None:
-        """Run them."""
         names = () if self.chosen == ALL else (self.chosen,)
 
         def check() -> str:

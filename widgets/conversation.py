@@ -18,6 +18,7 @@ class ConversationView(View):
     """The tree of one conversation that was begun by `lab.conversation`: the newest, or one that is chosen."""
 
     name, title, script = "conversation", "Conversation", True
+    fields = ("chosen", "search")
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -46,7 +47,7 @@ class ConversationView(View):
         path = chat.path
         over = chat.ended and f"the branch has ended: {chat.ended}"
         none = "" if path else "there is no turn yet"
-        parts = [choice("conversation", "chat", names, self.chosen)] if len(chats) > 1 else []
+        parts = [choice("conversation", "chosen", names, self.chosen)] if len(chats) > 1 else []
         parts += [
             entry("turns with text", "search", self.search, kind="search", size=10),
             button("Step", "step", drives=True, off=over, title="the policy takes a turn, and the environment answers"),
@@ -83,12 +84,6 @@ class ConversationView(View):
 
     def _drive(self, what: str, work: Any) -> None:
         self.driver.start(what, lambda: work() and None)
-
-    def on_chat(self, value: str) -> None:
-        self.chosen = value
-
-    def on_search(self, value: str) -> None:
-        self.search = value
 
     def on_continuations(self, value: str) -> None:
         self.continuations = whole_number("continuations", value)

@@ -44,7 +44,6 @@ class MemoryHistory:
         self._peak_numbers: list[int] = []
 
     def add(self, reading: MemoryReading) -> None:
-        """Take in what was held."""
         shares = reading.shares()
         for owner, n in shares.items():
             if n:
@@ -115,6 +114,7 @@ class Memory(Charts):
     """
 
     name, title = "memory", "Memory"
+    fields = ("capacity",)
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -251,9 +251,6 @@ class Memory(Charts):
         )
 
     # --- actions ------------------------------------------------------------------------------------------------------
-
-    def on_capacity(self, value: bool) -> None:
-        self.capacity = bool(value)
 
     def on_read(self) -> None:
         self._ask()

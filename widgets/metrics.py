@@ -51,7 +51,6 @@ class MetricCurves:
         self.rows = 0
 
     def read(self) -> None:
-        """Take in what was added."""
         with self._lock:
             for row in self._follower.new():
                 self.rows += 1
@@ -76,7 +75,7 @@ class Metrics(Charts):
     """
 
     name, title = "metrics", "Metrics"
-    looks_at = "look"
+    looks_at, fields = "look", ("y", "sought")
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -167,7 +166,7 @@ class Metrics(Charts):
         return "".join(
             [
                 slider,
-                choice("y axis", "axis", (LINEAR, LOG), self.y),
+                choice("y axis", "y", (LINEAR, LOG), self.y),
                 entry("iteration", "iteration", wanted, kind="number", size=5),
                 looked,
                 self._choice_of_metrics(),
@@ -192,7 +191,7 @@ class Metrics(Charts):
         total = len(self.names())
         return (
             f'<details class="wb-choices"><summary>Metrics shown: {len(drawn)} of {total}</summary>'
-            + entry("search", "search", self.sought, kind="search", size=16)
+            + entry("search", "sought", self.sought, kind="search", size=16)
             + button(f"Show these {len(found)}", "show_found")
             + button(f"Hide these {len(found)}", "hide_found")
             + button("As at first", "show_first")
@@ -221,12 +220,6 @@ class Metrics(Charts):
         if not 0 <= factor < 1:
             raise BadInput(f"smoothing={value!r}", "must be from 0 to below 1")
         self.smoothing = factor
-
-    def on_axis(self, value: str) -> None:
-        self.y = value
-
-    def on_search(self, value: str) -> None:
-        self.sought = value
 
     def on_show(self, stage: str, metric: str, value: bool) -> None:
         self._show([(stage, metric)], value)
@@ -259,7 +252,6 @@ class Metrics(Charts):
         self._read()
 
     def on_iteration(self, value: Any) -> None:
-        """Mark an iteration."""
         number = int(value) if str(value).isdigit() else 0
         if not 1 <= number <= self._last():
             raise BadInput(f"iteration {value!r}", f"there are 1 to {self._last()}", "choose one of these")

@@ -247,7 +247,7 @@ class Panel:
             number, whole, buffers = self._numbers[view.name] + 1, view.name in self._unsent, list[bytes]()
             message: dict[str, Any] = {"kind": "draw", "view": view.name, "number": number, "whole": whole}
             if view.script:
-                message["data"], buffers = view.payload(whole=whole)
+                message["data"], buffers = view.payload()
             else:
                 message["html"] = view.picture()
         except Exception as error:
@@ -275,7 +275,6 @@ class Panel:
         self.send(message | {"answer": self._unanswered % ASK_EVERY == 0}, buffers)
 
     def _receive(self, message: dict[str, Any]) -> None:
-        """A message of the page."""
         act = message["act"]
         if act == "keeps":  # a page that was just opened, whether it draws the panel or not
             self._saved.kept_by(lambda kept: self.send({"kind": "saved", "kept": kept}))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.display import devices as pools
 from workbench.display.html import Markup, bytes_text, folded, seconds_text, table
@@ -157,9 +157,7 @@ class PlacementEditor(View):
     draft: the placement that is edited; None: the live one. Costs of a draft are always from the live placement.
     """
 
-    name: ClassVar[str] = "placement"
-    title: ClassVar[str] = "Placement"
-    script: ClassVar[bool] = True
+    name, title, script = "placement", "Placement", True
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -202,7 +200,7 @@ class PlacementEditor(View):
             ]
         )  # fmt: skip
 
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
+    def payload(self) -> tuple[dict[str, Any], list[bytes]]:
         if not self._moving:
             self._costs.want(self._question())
         return {"html": self._html(controls=True), "refused": self._refused}, []

@@ -237,7 +237,6 @@ class Scale:
         return max(-1.0, min(0.0 if self.kind == "sequential" else 1.0, value / self.limit))
 
     def at(self, place: float) -> float:
-        """The number at a place."""
         return math.exp(place * self.limit) if self.kind == "ratio" else place * self.limit
 
     def colour(self, value: float) -> str:

@@ -46,6 +46,7 @@ class Samples(View):
     """
 
     name, title, script = "samples", "Samples", True
+    fields = ("colour",)
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -213,9 +214,6 @@ class Samples(View):
 
     def on_window(self, start: int) -> None:
         self.at = self.start = max(0, start)
-
-    def on_colour(self, value: str) -> None:
-        self.colour = value
 
     def on_beside(self, value: str) -> None:
         self.beside, self.start = value, 0

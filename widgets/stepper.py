@@ -32,6 +32,7 @@ class Stepper(View):
     """
 
     name, title = "stepper", "Stepper"
+    fields = ("arm",)
 
     def __init__(self, lab: Any, driver: Any, algorithm: Any = None) -> None:
         super().__init__(lab, driver)
@@ -274,7 +275,7 @@ class Stepper(View):
         told = "run what follows under both, from the same weights, and compare; afterwards all is as before"
         return (
             "<div>"
-            + choice("against", "against", others, arm)
+            + choice("against", "arm", others, arm)
             + " "
             + button("Branch from here", "branch", drives=True, title=told)
             + "</div>"
@@ -353,9 +354,6 @@ class Stepper(View):
     def on_change(self, stage: str, argument: str, once: bool, value: str) -> None:
         """Give an argument of a stage another value, which was typed."""
         self.driver.outcome = stage_form.change(self._need(), self.lab, stage, argument, value, once=once)
-
-    def on_against(self, value: str) -> None:
-        self.arm = value
 
     def on_branch(self) -> None:
         graph = self._graph()

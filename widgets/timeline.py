@@ -125,7 +125,7 @@ class TimelineView(View):
         fold = entry("fold time in which nothing was called", "fold", self.fold, kind="checkbox")
         return choice("show", "show", windows, self.window) + asked + fold
 
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
+    def payload(self) -> tuple[dict[str, Any], list[bytes]]:
         picture = self._drawn = self._draw()
         seen, sums = None, ""
         if self._range is not None:
@@ -262,7 +262,6 @@ class TimelineView(View):
         self._changes += 1
 
     def receive(self, iteration: int | None = None, **_: Any) -> None:
-        """Show one iteration."""
         if iteration is not None:
             self._read()
             self.on_show(f"iteration {iteration}")

@@ -20,6 +20,7 @@ class TrafficView(View):
     """Bytes between processes by what moved and for which stage: as a matrix or a flow, by bucket, by strategy."""
 
     name, title = "traffic", "Traffic"
+    fields = ("stage", "shape")
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
@@ -111,13 +112,4 @@ class TrafficView(View):
         self.kind, self.stage = kind, stage
 
     def on_kind(self, value: str) -> None:
-        """Which movements."""
         self.kind, self.stage = value, EVERY_STAGE
-
-    def on_stage(self, value: str) -> None:
-        """For which stage."""
-        self.stage = value
-
-    def on_shape(self, value: str) -> None:
-        """Matrix or flow."""
-        self.shape = value

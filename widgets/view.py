@@ -26,7 +26,8 @@ class View:
 
     name: what `lab.panel(name)` calls it. title: on its tab. script: whether a script of the front end, see `SCRIPTS`
     in `static/panel.js`, draws it from `payload()`; else the front end shows `picture()`. sticks: where it is alone, it
-    stays at the top of the notebook, where the front end can do that. has_figure: whether it has a `figure()`.
+    stays at the top of the notebook, where the front end can do that. has_figure: whether it has a `figure()`. fields:
+    names of actions that do no more than assign their `value` to the attribute of that name.
 
     An action of the front end, `data-act="keep" data-given='{"n": 3}'` on a control, calls `on_keep(n=3)`; a select or
     an input adds its `value`. What runs stages goes to `driver`; the rest is done in the thread of the panel's views.
@@ -37,6 +38,7 @@ class View:
     script: ClassVar[bool] = False
     sticks: ClassVar[bool] = False
     has_figure: ClassVar[bool] = False
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
@@ -74,9 +76,8 @@ class View:
         """The picture in a few lines of text, for a console."""
         return self.title
 
-    def payload(self, *, whole: bool) -> tuple[dict[str, Any], list[bytes]]:
-        """What the script draws from: plain values, and buffers. whole: for a front end that has nothing yet; else what
-        is new since the last one."""
+    def payload(self) -> tuple[dict[str, Any], list[bytes]]:
+        """What the script draws from: plain values, and buffers."""
         return {"html": self.html(live=True)}, []
 
     def receive(self, **given: Any) -> None:
@@ -84,6 +85,9 @@ class View:
 
     def act(self, action: str, given: Given) -> None:
         """Carry out what a control asks for; `BadInput` for an action that there is not."""
+        if action in self.fields:
+            setattr(self, action, given["value"])
+            return
         method = getattr(self, f"on_{action}", None)
         if method is None:
             raise BadInput(f"action {action!r} of {self.name}", "there is no such action")

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
@@ -120,7 +120,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from workbench.launch import doctor
 
     report = doctor.examine(deep=arguments.deep)
-    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
+    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if arguments.json else report)
     return 0 if report.ok else 1
 
 
@@ -207,7 +207,6 @@ def _map(arguments: argparse.Namespace) -> None:
 
 
 def _lengths(text: str) -> int | tuple[int, ...]:
-    """A length, or several."""
     try:
         found = tuple(map(int, text.split(",")))
     except ValueError:
@@ -255,7 +254,8 @@ def _export(arguments: argparse.Namespace) -> int:
     output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
     if output.suffix != ".py":
         raise BadInput(f"-o {output}", "a script's name ends in .py", f"write -o {output.with_suffix('.py')}")
-    _keep_what_is_there(output, arguments.output)
+    if arguments.output is None and output.exists():
+        raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
     page = read_notebook(notebook)
     given = {}
     if arguments.check or arguments.set:
@@ -291,12 +291,6 @@ def _trust(arguments: argparse.Namespace) -> None:
     print(plain_text(checkpoint.described(), 4000))
     checkpoint.trust()
     print("its files are those that its manifest names; it is trusted now: wb.restore runs the code that it holds")
-
-
-def _keep_what_is_there(output: Path, named: str | None) -> None:
-    """Raise `BadInput` rather than write over a file that the user did not name."""
-    if named is None and output.exists():
-        raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

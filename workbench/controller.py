@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -62,7 +62,7 @@ from workbench.stages.debug import Failures, debug
 from workbench.stages.group import Groups, WorkerGroup
 from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.run import RunLog
-from workbench.stages.runner import StageRunner
+from workbench.stages.runner import Snapshots, StageRunner
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.weight_sync import RolloutCaller, refresh_reference
 from workbench.support.checked_calls import checks_calls
@@ -300,31 +300,10 @@ class Workbench:
     last_error = _method_of(lambda self: self.runner.failures, Failures.last)
     forget_error = _method_of(lambda self: self.runner.failures, Failures.forget)
     debug = _method_of(lambda self: self.runner, debug)
-
-    def driving(self, what: str, stopping: Callable[[], bool] = lambda: False) -> AbstractContextManager[None]:
-        """Inside, only this thread calls stages: a panel's button and a cell do not mix their steps.
-
-        what: is doing it, for the `BadInput` that calls of other threads get. stopping: where it says so, the next call
-        raises `StageInterrupted`.
-        """
-        return self.runner.driving(what, stopping)
-
-    def overlap(self) -> AbstractContextManager[None]:
-        """Inside, a stage's call returns at once, and it runs when its inputs are there and its pool is free.
-
-        So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
-        """
-        return self.runner.scheduler.overlapping()
-
-    def reuse(self) -> AbstractContextManager[None]:
-        """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
-        the store, and says so. Updates never are; generation only where a seed is given. Variables that a function
-        reads from the notebook are not part of its code."""
-        return self.runner.reuse()
-
-    def reported_as(self, stage: str) -> AbstractContextManager[None]:
-        """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
-        return self.runner.reported_as(stage)
+    driving = _method_of(lambda self: self.runner, StageRunner.driving)
+    overlap = _method_of(lambda self: self.scheduler, Scheduler.overlapping)
+    reuse = _method_of(lambda self: self.runner, StageRunner.reuse)
+    reported_as = _method_of(lambda self: self.runner, StageRunner.reported_as)
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -460,11 +439,7 @@ class Workbench:
     compare_evaluations = staticmethod(compare_evaluations)
     serve = _method_of(lambda self: self, serve)
     refresh_reference = _method_of(lambda self: self.runner, refresh_reference)
-
-    def kept(self, *roles: str) -> AbstractContextManager[Callable[[], None]]:
-        """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
-        end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
-        return self.runner.snapshots.kept(*roles)
+    kept = _method_of(lambda self: self.runner.snapshots, Snapshots.kept)
 
 
 def _recorded(lab: Workbench) -> list[Path]:
@@ -479,5 +454,4 @@ def _recorded(lab: Workbench) -> list[Path]:
 
 
 def _groups_of_process() -> list[Groups]:
-    """The groups of the inline workbenches of this process."""
     return [lab.runner.groups for lab in registry.opened.values() if lab.hosts.inline]

@@ -181,7 +181,7 @@ def test_every_button_of_the_stepper(shared_notebook: Callable[[Sequence[str]], 
     notebook.picture("stepper")
 
     # branching from it leaves the iteration where it stands
-    details.locator('select[data-act="against"]').select_option("ReMax")
+    details.locator('select[data-act="arm"]').select_option("ReMax")
     details.get_by_role("button", name="Branch from here").click()
     panel.get_by_text("arms on").wait_for()
     assert notebook.ask("list(ppo.made)") == ["prompts", "generate_sequences"]

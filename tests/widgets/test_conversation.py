@@ -94,7 +94,7 @@ def test_the_picture_says_what_is_trained_and_what_a_hand_was_in(view: Conversat
     chat.step()
     chat.edit(0, "7=")
     chat.step()
-    live = view.payload(whole=True)[0]["html"]
+    live = view.payload()[0]["html"]
     assert live.count('role="treeitem"') == 3 and live.count("<details") == 3
     assert "<i>" not in live and "&lt;i&gt;1&lt;/i&gt;" in live  # text of a conversation is no html
     spoken = re.findall(r'aria-label="(turn [^"]*)"', live)
@@ -127,6 +127,6 @@ def test_a_text_is_found(view: ConversationView) -> None:
 
 def test_an_older_conversation_is_chosen(view: ConversationView) -> None:
     newest = view.chat
-    view.act("chat", {"value": "0"})
+    view.act("chosen", {"value": "0"})
     assert view.chat is view.lab.conversation.chats[0] is not newest
     assert "newest" in view.controls()

@@ -141,7 +141,7 @@ def test_names_are_not_html(panel: Any, name: str) -> None:
     ACTS.get(name, lambda _: None)(view)
     drawn = {"controls": view.controls(), "picture": view.picture(), "svg": view.svg() or ""}
     if view.script:
-        data, _ = view.payload(whole=True)
+        data, _ = view.payload()
         drawn |= {key: value for key, value in data.items() if key in HTML and value}
     assert any(escape("<img src=x") in html for html in drawn.values())  # it is there, as text
     for html in drawn.values():

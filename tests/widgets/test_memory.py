@@ -71,10 +71,10 @@ def test_what_hosts_hold_is_read_and_drawn(lab: wb.Workbench) -> None:
     tops = spans[(spans["parent"] == "") & (spans["peak_memory_bytes"] > 0)]
     assert sorted(marks.y) == sorted(tops["peak_memory_bytes"])
     assert chart.limit is None
-    view.on_capacity(True)
+    view.act("capacity", {"value": True})
     assert view.charts()[0].limit[0] == total_bytes()
     assert "memory of held by role" in view.picture()
-    json.dumps(view.payload(whole=True)[0], allow_nan=False)
+    json.dumps(view.payload()[0], allow_nan=False)
 
 
 def test_an_idle_workbench_is_not_asked_again_for_each_saved_picture(lab: wb.Workbench) -> None:

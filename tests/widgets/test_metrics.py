@@ -84,14 +84,14 @@ def test_the_figure_of_the_page_is_the_one_that_a_cell_keeps(lab: wb.Workbench, 
     for loss in (1.0, math.nan, 3.0):
         lab.report("mine", {"loss": loss})
     view.shown = [("mine", "loss")]
-    data, buffers = view.payload(whole=True)
+    data, buffers = view.payload()
     assert buffers == [] and data["figure"] == view.figure()
     faint, smooth = json.loads(json.dumps(data, allow_nan=False))["figure"]["data"]
     assert (faint["y"], smooth["y"]) == ([1.0, None, 3.0], [1.0, None, pytest.approx((0.4 * 3 + 0.24) / 0.64)])
     assert "1 not finite" in [one["text"] for one in data["figure"]["layout"]["annotations"]]
     assert "<caption>mine/loss, no unit</caption>" in data["below"]
     view.on_library()
-    assert view.payload(whole=False)[1] == [plotly_js()] and view.payload(whole=False)[1] == []
+    assert view.payload()[1] == [plotly_js()] and view.payload()[1] == []
     assert b"plotly.js v" in gzip.decompress(plotly_js())[:200]
 
 
@@ -116,18 +116,18 @@ def test_other_runs_are_beside_it(lab: wb.Workbench, view: Metrics) -> None:
 
 def test_metrics_are_found_and_chosen(lab: wb.Workbench, view: Metrics) -> None:
     first = view.drawn()
-    view.on_search("UPDATE_critic clip")
+    view.act("sought", {"value": "UPDATE_critic clip"})
     assert {stage for stage, _ in view._found()} == {"update_critic"}
     view.on_show_found()
     assert len(view.drawn()) == len(first) + len(view._found())
     view.on_hide_found()
     assert view.drawn() == [name for name in view.names() if name in first]
-    view.on_search("")
+    view.act("sought", {"value": ""})
     view.on_hide_found()
     assert "No metric is chosen" in view.picture()
     view.on_show_first()
     assert view.drawn() == first
-    view.on_axis("log")
+    view.act("y", {"value": "log"})
     assert "not above 0" in str(view.figure())
 
 

@@ -22,9 +22,9 @@ WAIT_S = 60.0
 
 def drawn(editor: PlacementEditor) -> str:
     """What it shows when the hosts have answered."""
-    editor.payload(whole=True)
+    editor.payload()
     assert editor._costs.wait(WAIT_S)
-    html: str = editor.payload(whole=True)[0]["html"]
+    html: str = editor.payload()[0]["html"]
     return html
 
 
@@ -55,7 +55,7 @@ def test_inline_shows_its_one_process_and_refuses_another(inline: Any) -> None:
         editor.act("put", {"role": "critic", "value": NEW_POOL})
     assert editor.draft is None
     assert editor.depends_on() != before, "fields and cards go back to what is"
-    assert editor.payload(whole=False)[0]["refused"] == 1
+    assert editor.payload()[0]["refused"] == 1
     still = shown.still().bundle()["text/html"]
     assert "data-act" not in still
     assert "this machine" in still and "4 roles on 1 device" in still
@@ -110,7 +110,7 @@ def test_a_draft_is_priced_applied_and_undone(shared: Any) -> None:
     with expect_error(BadInput, rule="the first one"):
         editor.act("step", {"role": "critic", "by": -1})
     editor.act("step", {"role": "critic", "by": 1})
-    html = editor.payload(whole=True)[0]["html"]
+    html = editor.payload()[0]["html"]
     assert html.count("a free slot") == 1, "the new pool's, not the live one's"
     assert 'disabled title="asking' in editor.controls()
     html, change = drawn(editor), shared.diff(editor.draft)
@@ -183,9 +183,7 @@ def test_placements_with_a_name_are_priced_and_taken(shared: Any) -> None:
         drawn(editor)
         assert (editor._costs.offers is not before) == priced_again
     shared.move(shared.placement.with_role("critic", "scorers", devices=1))
-    assert 'aria-label="plans"' not in editor.payload(whole=True)[0]["html"], (
-        "prices of the old placement are not shown"
-    )
+    assert 'aria-label="plans"' not in editor.payload()[0]["html"], "prices of the old placement are not shown"
     assert bytes_text(shared.diff(wb.Placement.colocate(4)).total_bytes) in drawn(editor)
 
 

@@ -99,7 +99,7 @@ def test_only_the_tokens_of_the_rows_shown_are_brought(
 
     monkeypatch.setattr(lab.runner.batches, "pull", counted)
     view.receive(batch=batch.id)
-    view.payload(whole=True)
+    view.payload()
     view.controls()
     tokens = [rows for names, rows in asked if "response_ids" in names]
     assert tokens == [PAGE_ROWS]
@@ -163,14 +163,14 @@ def test_expressions_choose_rows() -> None:
 def test_tokens_carry_the_batchs_own_numbers(view: Samples, lab: wb.Workbench, first: wb.Batch) -> None:
     view.receive(batch=first.id)
     view.on_row(2)
-    view.on_colour("advantages")
+    view.act("colour", {"value": "advantages"})
     frame = first.df(rows=[2])
     picture = view.picture()
     for n, value in enumerate(frame["advantages"][0]):
         shown = f"{value:.6g}".replace("-", "−")
         assert f"token {n + 1} of {len(frame['advantages'][0])}" in picture
         assert f"advantages {shown}" in picture
-    view.on_colour("kl")
+    view.act("colour", {"value": "kl"})
     looked = view.look()
     pairs = zip(frame["old_log_prob"][0], frame["ref_log_prob"][0], strict=True)
     assert looked.columns["kl"].tolist() == pytest.approx([a - b for a, b in pairs], abs=1e-6)
@@ -187,7 +187,7 @@ def test_the_group_of_a_prompt_is_sorted_by_reward_with_mean_and_spread(
     assert "group: 2 samples of one prompt" in picture
     assert f"rewards mean {rewards.mean():.6g}, standard deviation {rewards.std():.6g}" in picture
     assert "Show these rows" not in picture
-    assert "Show these rows" in view.payload(whole=True)[0]["html"]
+    assert "Show these rows" in view.payload()[0]["html"]
     view.on_where("prompt_uid == 1")
     assert sorted(view.look().found) == [2, 3]
 
@@ -198,7 +198,7 @@ def test_a_later_version_beside_gives_the_new_ratio(
     view.receive(batch=first.id)
     view.on_row(1)
     view.on_beside(after.id)
-    view.on_colour("new_ratio")
+    view.act("colour", {"value": "new_ratio"})
     looked = view.look()
     old = first.df(rows=[1])["old_log_prob"][0]
     new = after.df(rows=[1])["old_log_prob"][0]
@@ -206,7 +206,7 @@ def test_a_later_version_beside_gives_the_new_ratio(
     assert view.clip == (0.2, 0.2)
     expected = [math.exp(b - a) for a, b in zip(old, new, strict=True)]
     assert looked.columns["new_ratio"].tolist() == pytest.approx(expected, rel=1e-5)
-    view.on_colour("old_log_prob")
+    view.act("colour", {"value": "old_log_prob"})
     picture = view.picture()
     assert "the same response" in picture
     gap = f"{new[0] - old[0]:.6g}".replace("-", "−")
@@ -270,7 +270,7 @@ def test_the_still_picture_stands_alone_and_is_small(view: Samples, lab: wb.Work
     assert "line-through" in still and "tokens 1 to 400 of 2000" in still
     view.on_beside(long.id)
     view.on_window(400)
-    assert "token 401 of 2000" in view.payload(whole=True)[0]["html"]
+    assert "token 401 of 2000" in view.payload()[0]["html"]
     lab.release(long)
 
 
@@ -288,7 +288,7 @@ def test_a_ragged_column_of_another_length_is_none_by_token(
     view.receive(batch=batch.id)
     for row in range(2):
         view.on_row(row)
-        for html in (view.picture(), view.payload(whole=True)[0]["html"], view.controls()):
+        for html in (view.picture(), view.payload()[0]["html"], view.controls()):
             assert "old_log_prob" in html and "turn_scores" not in html
     lab.release(batch)
 
@@ -301,6 +301,6 @@ def test_text_of_a_batch_is_escaped(view: Samples, lab: wb.Workbench) -> None:
         }
     )  # fmt: skip
     view.receive(batch=batch.id)
-    for html in (view.picture(), view.payload(whole=True)[0]["html"], view.controls()):
+    for html in (view.picture(), view.payload()[0]["html"], view.controls()):
         assert "<img" not in html and "<i>" not in html
     lab.release(batch)

@@ -39,7 +39,7 @@ def span(run: int, start_s: float, end_s: float, device: int = 0, **more: Any) -
 
 
 def drawing(view: TimelineView) -> dict[str, Any]:
-    return view.payload(whole=False)[0]
+    return view.payload()[0]
 
 
 def _event(lab: Lab, event: str, time_s: float, **details: Any) -> None:

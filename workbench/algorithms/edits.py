@@ -103,7 +103,6 @@ class Tracer(StageNames):
         return self.note(stage_of(function, name, tuple(batch.stage for batch in batches), (), kwargs))
 
     def call(self, called: GroupOperation, /, *args: Any, **kwargs: Any) -> TracedBatch:
-        """A call of an operation, as a stage."""
         operation, inputs = called.operation, tuple[str, ...]()
         batch = kwargs.pop("batch", None)
         if operation.takes_batch:

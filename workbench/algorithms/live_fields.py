@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from workbench.objectives.losses import clips_in_effect
 from workbench.support.flat_settings import flat
 from workbench.support.named_fields import NamedAttributes, meant
 from workbench.support.notebook_cell import in_notebook, running_cell, running_position, variable_of
+from workbench.support.replaced import replaced
 from workbench.support.validation import check_before_post_init, checked, hints_of, is_settings, owned
 
 if TYPE_CHECKING:
@@ -174,15 +175,9 @@ class LiveFields(NamedAttributes):
                 setattr(self, name, value)
             self._changed |= dict.fromkeys(paths)
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _quietly(self) -> AbstractContextManager[None]:
         """Inside, assignments are the algorithm's own: they are part of its state, and no changes of settings."""
-        live = self._live
-        self.__dict__["_live"] = False
-        try:
-            yield
-        finally:
-            self.__dict__["_live"] = live
+        return replaced(self, "_live", False)
 
 
 def _changing(change: Callable[..., Any]) -> Any:

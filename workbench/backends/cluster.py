@@ -117,7 +117,6 @@ class _Ahead:
             raise WorkbenchError("the start of Ray", "it was given up")
 
     def wait(self, note: Note) -> None:
-        """Until it has ended."""
         while self._thread.is_alive():
             note("starting Ray")
             self._thread.join(0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from workbench.backends.base import Backend, Pending, answered
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
 from workbench.backends.starting import Wait, join_pools, load_roles
-from workbench.batches.location import ShardId
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -170,8 +169,3 @@ class Hosts:
         self.backend.wait(list(asked.values()), timeout_s)
         lost |= {info.pool for info, pending in asked.items() if not answered(pending)}
         return lost & {info.pool for info in self.infos}
-
-    def forget_shards(self, shards: Iterable[ShardId | None]) -> None:
-        """Have hosts forget shards that no batch refers to, after the stage that they run now."""
-        for shard in filter(None, shards):
-            self.backend.work(shard.host, "release", [shard.key])

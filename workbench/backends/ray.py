@@ -45,8 +45,6 @@ NODE_LABEL = "ray.io/node-id"
 
 
 class RayPending(Pending):
-    """A Ray reference."""
-
     def __init__(self, ray: Any, ref: Any, host: str, head: str | None = None) -> None:
         self._ray, self.ref, self._host, self._head = ray, ref, host, head
         self._value, self._got = None, False

@@ -98,7 +98,6 @@ class Location:
         return len(self.shard)
 
     def take(self, rows: np.ndarray) -> Location:
-        """The location of a choice of rows."""
         return replace(self, shard=self.shard[rows], position=self.position[rows])
 
     def kept_as(self, name: str) -> Location:

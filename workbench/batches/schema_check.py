@@ -27,21 +27,19 @@ ROWS = {
 UNITS = {"response": "tokens", "turn": "turns"}  # of `ColumnSchema.along`
 
 
-def check_columns(
-    columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, where: str = "", *, all_valid: bool = False
-) -> None:
+def check_columns(columns: Mapping[str, ColumnValues], rows: Rows, limits: Limits, *, all_valid: bool = False) -> None:
     """Raise `BadInput` naming column, row and value where a known column does not hold what its schema says, where
     columns of one response have other lengths, and where a sequence is longer than the model's context.
 
-    limits: of the model that reads them. where: begins the message. all_valid: refuse rows that are not valid too.
+    limits: of the model that reads them. all_valid: refuse rows that are not valid too.
     """
     known = {name: schema for name in columns if (schema := SCHEMA.get(name)) is not None}
     for name in known:
-        check_column(name, columns[name], rows, limits, where)
+        check_column(name, columns[name], rows, limits)
     valid = columns.get("valid")
     if all_valid and isinstance(valid, Tensor) and not valid.all():
         raise BadInput(
-            f"{where}row {rows[int((valid == 0).nonzero()[0])]} is not valid",
+            f"row {rows[int((valid == 0).nonzero()[0])]} is not valid",
             "this update learns from every row, and a row that failed has nothing to learn from",
             "take the others: batch.take(numpy.flatnonzero(batch.fetch(['valid'])['valid']))",
         )
@@ -51,16 +49,17 @@ def check_columns(
         if along := known[name].along:
             units.setdefault(along, {})[name] = column
     for along, alike in units.items():
-        _check_lengths(alike, along, rows, where)
+        _check_lengths(alike, along, rows)
     for name, column in ragged.items():
         if known[name].holds == "token ids":
             before = next((other for other in known[name].follows if other in ragged), "")
             contexts = contexts_of(ragged) if name == "response_ids" else {}
-            _check_sequences(name, column, before, ragged.get(before), contexts, rows, limits, where)
+            _check_sequences(name, column, before, ragged.get(before), contexts, rows, limits)
 
 
 def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, where: str = "") -> None:
-    """Raise `BadInput` where a known column by itself does not hold what its schema says."""
+    """Raise `BadInput` where a known column by itself does not hold what its schema says. where: begins the
+    message."""
     schema = SCHEMA[name]
     if schema.holds == "text":
         if not (isinstance(column, list) and all(isinstance(value, str) for value in column)):
@@ -121,7 +120,7 @@ def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
     return whole or bool(((values == 0) | (values == 1)).all())
 
 
-def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows, where: str) -> None:
+def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows) -> None:
     """Raise `BadInput` unless the columns of a response have a number for each of its tokens, or of its turns."""
     if not columns:
         return
@@ -132,7 +131,7 @@ def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows, where:
             continue
         row = int((column.lengths != expected).nonzero()[0])
         raise BadInput(
-            f"{where}column {name!r} has {int(column.lengths[row])} numbers in row {rows[row]}, where {first!r} has "
+            f"column {name!r} has {int(column.lengths[row])} numbers in row {rows[row]}, where {first!r} has "
             f"{int(expected[row])}",
             f"columns of one response have one number for each of its {UNITS[along]}",
             f"make it with the lengths of that column: batch.fetch([{first!r}])[{first!r}].like(values)",
@@ -147,14 +146,13 @@ def _check_sequences(
     contexts: Mapping[int, list[int]],
     rows: Rows,
     limits: Limits,
-    where: str,
 ) -> None:
     """Raise `BadInput` where a row has no token and needs one, or one of its contexts is longer than the model's, with
     what it follows. contexts: see `contexts_of`."""
     if not SCHEMA[name].empty and len(column) and int(column.lengths.min()) == 0:
         row = rows[int((column.lengths == 0).nonzero()[0])]
         raise BadInput(
-            f"{where}column {name!r} has no token in row {row}",
+            f"column {name!r} has no token in row {row}",
             "a prompt has at least its BOS, an answer its EOS",
             f"leave such rows out: batch.take(numpy.flatnonzero(batch.lengths({name!r})))",
         )
@@ -165,7 +163,7 @@ def _check_sequences(
         row = int(lengths.argmax())
         what = repr(name) if before is None else f"{follows!r} and {name!r}"
         raise BadInput(
-            f"{where}row {rows[row]} has {int(lengths[row])} tokens in {what}",
+            f"row {rows[row]} has {int(lengths[row])} tokens in {what}",
             f"the model reads at most {limits.context}: its numbers beyond that mean nothing",
             "cut the row, leave it out, or take a model with a longer context",
         )

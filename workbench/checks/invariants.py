@@ -151,6 +151,8 @@ def check_advantages(subject: Subject) -> Finding:
         return {name: column for name, column in batch.fetch(names).items() if isinstance(column, Ragged)}
 
     for arguments in ESTIMATES:
+        variants = " and ".join(name for name in VARIANTS if name in arguments)
+        called = f"{arguments['estimator']}{' with ' if variants else ''}{variants}"
         clean, dealt = made(table, arguments), made(rows_at(table, order), arguments)
         others = {
             "with garbage outside the mask": made(spoilt, arguments),
@@ -162,7 +164,7 @@ def check_advantages(subject: Subject) -> Finding:
             for name, column in clean.items():
                 one, two = (torch.where(subject.mask.values, x.values, 0.0).double() for x in (column, other[name]))
                 gaps = (one - two).abs().nan_to_num(nan=math.inf) / max(1.0, float(one.abs().max())) / FLOAT32_ROUNDING
-                culprit = f"{name} of row {int(row_of[gaps.argmax()])}, {_name_of(arguments)}, {between}"
+                culprit = f"{name} of row {int(row_of[gaps.argmax()])}, {called}, {between}"
                 found.append((float(gaps.max()), culprit))
     figure, culprit = max(found)
     about = "relative change of advantages or returns that should be none, in units of what rounding may do"
@@ -187,12 +189,6 @@ def _table(subject: Subject) -> Table:
     table["prompt_uid"] = (torch.arange(rows) // 2).clamp(max=rows // 2 - 1)
     table["gradient_norm"] = 0.5 + torch.rand(rows, generator=generator)
     return table
-
-
-def _name_of(arguments: dict[str, Any]) -> str:
-    """The estimator, and what sets this call apart from others of it."""
-    variants = " and ".join(name for name in VARIANTS if name in arguments)
-    return f"{arguments['estimator']}{' with ' if variants else ''}{variants}"
 
 
 # Mean gap in nats between two engines on the same tokens. A stale output head shows as several tenths.

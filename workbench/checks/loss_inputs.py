@@ -84,7 +84,6 @@ class LossInputs:
     # --- variants -----------------------------------------------------------------------------------------------------
 
     def given(self, **values: Any) -> LossInputs:
-        """With other values."""
         return replace(self, values={**self.values, **values})
 
     def take(self, index: list[int]) -> LossInputs:
@@ -116,7 +115,6 @@ class LossInputs:
         )
 
     def padded(self) -> LossInputs:
-        """With more padding to the right."""
         wider = {name: pad(self.values[name], (0, PADDING)) for name in self.of_tokens if name in self.values}
         return replace(self.given(**wider), inside_BT=pad(self.inside_BT, (0, PADDING)))
 

@@ -68,7 +68,11 @@ class CheckReport:
     def raise_if_failed(self) -> CheckReport:
         """Raise `CheckFailed`, naming every check that failed with figure and culprit; else return itself."""
         if self.failed:
-            said = "; ".join(f"{f.check}: {_exceeded(f)}{f.culprit}" for f in self.failed)
+            # figure and threshold, where the check came to measure one
+            said = "; ".join(
+                f"{f.check}: {'' if math.isnan(f.threshold) else f'{f.figure:.3g} > {f.threshold:.3g}, '}{f.culprit}"
+                for f in self.failed
+            )
             raise CheckFailed(
                 f"{len(self.failed)} of {len(self.findings)} checks failed: {said}",
                 "each holds on a system that trains what it says it trains",
@@ -100,12 +104,6 @@ class CheckReport:
         state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
         rows = [{**_texts(one), "look at": one.culprit, "what it is": one.about} for one in self.findings]
         return table(rows, caption=f"{len(self.findings)} checks: {state}")
-
-
-def _exceeded(finding: Finding) -> str:
-    """Figure and threshold, where the check came to measure one."""
-    measured = not math.isnan(finding.threshold)
-    return f"{finding.figure:.3g} > {finding.threshold:.3g}, " if measured else ""
 
 
 def _texts(finding: Finding) -> dict[str, str]:

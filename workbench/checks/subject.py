@@ -136,7 +136,6 @@ class Subject:
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
         return len(self.ragged("response_ids"))
 
     def ragged(self, name: str) -> Ragged:
@@ -178,7 +177,6 @@ class Subject:
         return self.forward("actor", self.table)[0]
 
     def rank_of(self, batch: Batch, column: str, row: int) -> str:
-        """The rank on which a row of a column was made."""
         location = batch.columns[column].location
         host = location.shards[location.shard[row]].host
         pool, _, rank = host.rpartition("-")
@@ -264,7 +262,6 @@ class Subject:
         return measured(self.lab, role, self.put(table), micro_batch_tokens, **arguments)
 
     def update(self, role: str) -> None:
-        """Take the steps of an update."""
         if role == "actor":
             self.need_actor(UPDATES[role])
         getattr(self.lab.groups[role], UPDATES[role])(self.put(self.training_table))
@@ -285,7 +282,6 @@ def measured(
 
 
 def minibatches_of(lab: Lab, role: str) -> int:
-    """Minibatches of an update of a role."""
     training = lab.groups[role].spec.training
     return training.minibatches if training else 1
 

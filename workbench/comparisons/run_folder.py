@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from workbench.errors import BadInput, NotFound
 from workbench.session.run_record import RunRecord, read_run_record
 from workbench.support import files
 from workbench.support.files import path_of
+from workbench.telemetry.store import json_rows
 
 METRICS, SETTINGS, EVENTS = Path("metrics.jsonl"), Path("settings.jsonl"), Path("events.jsonl")
 LIMIT_BYTES = 512 * 2**20  # of a file
@@ -175,23 +175,17 @@ class RunFolder:
         frame["seconds"] = pd.Series(took, numbers, dtype=float).cumsum()
         return frame
 
-    def _rows(self, name: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
+    def _rows(self, name: Path, *, tail: int | None = None) -> list[dict[str, Any]]:
         """The rows of a file; lines that hold no row are left out."""
         try:
             with files.opened(self.folder / name, limit=LIMIT_BYTES) as file:
                 size = os.fstat(file.fileno()).st_size
                 skipped = max(0, size - tail) if tail is not None else 0
                 file.seek(skipped)
-                lines = file.read().splitlines()[bool(skipped) :]
+                text = file.read()
         except FileNotFoundError:
-            return
-        for line in lines:
-            try:
-                row = json.loads(line) if line else None
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row
+            return []
+        return json_rows(text.partition(b"\n")[2] if skipped else text)
 
 
 def run_folders(runs: str | Path) -> list[RunFolder]:
@@ -229,7 +223,7 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (EVENTS, METRICS))
 
 
-def _training(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _training(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of metrics that belong to training or are an evaluation's result. Comparisons, and the stages inside an
     evaluation, are left out."""
     for row in rows:

@@ -100,7 +100,6 @@ def _mixed(folders: Mapping[str, RunFolder], arms: Sequence[str]) -> list[str]:
 
 
 def _column(metric: str, frame: pd.DataFrame) -> str | None:
-    """The column of a headline, or of a metric by name."""
     return looked_at(frame.columns).get(metric) if metric in HEADLINES else metric if metric in frame.columns else None
 
 

@@ -42,6 +42,7 @@ from workbench.support.files import path_of
 from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.machine import computing_threads, read_gpus
 from workbench.support.validation import PositiveInt, Rule
+from workbench.telemetry.store import json_rows
 
 if TYPE_CHECKING:
     from workbench.controller import Workbench
@@ -80,24 +81,20 @@ class Ledger:
         """Inside, no other kernel adds to it. Raises `BadInput` while one does; the lock of a kernel that has ended is
         gone."""
         files.private_folder(self.path.parent)
-        lock = FileLock(self.path.with_suffix(".lock"), timeout=0)
         try:
-            lock.acquire()
+            held = FileLock(self.path.with_suffix(".lock"), timeout=0).acquire()
         except Timeout:
             name = self.path.stem
             rule = "another kernel makes its trials, or a cell of this one that was not stopped"
             raise BadInput(f"wb.sweep({name!r})", rule, "wait for it or stop it, or choose another name") from None
-        try:
+        with held:
             yield
-        finally:
-            lock.release()
 
     def begun(self, key: TrialKey, run_folder: Path) -> None:
         """A trial has opened a workbench."""
         self._append({"event": "begun", "folder": str(run_folder)}, key)
 
     def end(self, key: TrialKey, ended: Ended) -> None:
-        """A trial is over."""
         self._append({"event": "ended", **vars(ended)}, key)
 
     def ended(self, key: TrialKey) -> Ended | None:
@@ -124,19 +121,11 @@ class Ledger:
         return [row for row in self._all() if all(row.get(name) == value for name, value in named.items())]
 
     def _all(self) -> list[dict[str, Any]]:
-        found = []
         try:
-            lines = files.read_bytes(self.path, limit=LIMIT_BYTES)
+            rows = json_rows(files.read_bytes(self.path, limit=LIMIT_BYTES))
         except FileNotFoundError:
             return []
-        for line in lines.splitlines():
-            try:
-                row = json.loads(line) if line else None
-            except (ValueError, RecursionError):  # a kernel ended while it wrote
-                continue
-            if isinstance(row, dict) and row.get("event") in ("begun", "ended") and type(row.get("seed")) is int:
-                found.append(row)
-        return found
+        return [row for row in rows if row.get("event") in ("begun", "ended") and type(row.get("seed")) is int]
 
     def _append(self, row: Mapping[str, Any], key: TrialKey) -> None:
         files.private_folder(self.path.parent)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class Harness:
 
 
 def call_agent(harness: Harness, state: object, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-    """Call an agent for a row."""
     return harness(row, base_url, api_key)
 
 
@@ -88,13 +86,15 @@ class EndpointCall:
     records = False  # nothing that is answered is part of a row
 
     def __call__(self, base_url: str, api_key: str) -> None:
+        import psutil
+
         from workbench.support.files import write_json
 
         folder = Path(self.folder)
         if not folder.is_dir():
             return
         write_json(folder / ADDRESS, {"base_url": base_url, "api_key": api_key})
-        while folder.is_dir() and not (folder / STOP).exists() and _lives(self.kernel):
+        while folder.is_dir() and not (folder / STOP).exists() and psutil.pid_exists(self.kernel):
             time.sleep(POLL_S)
 
 
@@ -105,13 +105,3 @@ def read_address(folder: Path) -> tuple[str, str] | None:
     except FileNotFoundError:
         return None
     return str(found["base_url"]), str(found["api_key"])
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is of another user, as inside a container
-        pass
-    return True

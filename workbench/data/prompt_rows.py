@@ -189,7 +189,6 @@ class PromptReader(ABC):
         return f"Prompts({reprlib.repr(self._name)[1:-1]}, {many}, {place}{read})"
 
     def pictured(self, following: Sequence[PromptRow], summary: str) -> str:
-        """The summary and the next rows, as html."""
         rows = [
             {"index": row.index, "prompt": short(row.prompt, 200), "tokens": len(row.prompt_ids),
              "other columns": ", ".join(f"{key}={short(str(value), 40)}" for key, value in row.extra.items())}

@@ -128,9 +128,7 @@ class Feed(Protocol):
     def begin_iteration(self, *, ahead: bool = False) -> None:
         """Count the next iteration. ahead: its prompts were drawn before."""
 
-    def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
-        """A batch of columns."""
-        ...
+    def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch: ...
 
     def note_drawn(self) -> None:
         """Keep where the stream stands."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from workbench.errors import BadInput, MissingDependency
+from workbench.errors.plain_text import first_line
 
 Row = dict[str, Any]
 MOST_TOLD = 1000
@@ -275,9 +276,8 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's own errors are one of these
-        said = (str(error).strip().splitlines() or ["no message"])[0]
         rule = f"a file that ends in {path.suffix} has that format"
-        raise BadInput(f"{str(path)!r}: {said}", rule, "write it again") from error
+        raise BadInput(f"{str(path)!r}: {first_line(error)}", rule, "write it again") from error
 
 
 def _identity(path: Path) -> dict[str, Any]:

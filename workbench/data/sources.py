@@ -37,7 +37,7 @@ from workbench.data.readers import (
     table_blocks,
 )
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
-from workbench.errors.plain_text import shown
+from workbench.errors.plain_text import first_line, shown
 from workbench.models.tokenizers import is_text
 from workbench.support.checked_calls import checked_call
 
@@ -355,7 +355,7 @@ def _from_hub(repo: str, config: str | None, split: str) -> list[Row]:
         raise
     except ValueError as error:  # unknown configuration or split: the library's message lists those there are
         raise BadInput(
-            f"no '{repo}:{config}/{split}'", _first_line(error), "write 'owner/name:configuration/split'"
+            f"no '{repo}:{config}/{split}'", first_line(error), "write 'owner/name:configuration/split'"
         ) from error
     except Exception as error:  # no network, gated, a broken file: the kinds depend on the library's version
         raise _unavailable(repo, error) from error
@@ -390,11 +390,7 @@ def _check_reachable(repo: str) -> None:
 
 def _unavailable(repo: str, error: Exception) -> ModelUnavailable:
     return ModelUnavailable(
-        f"the data set {repo!r} could not be fetched from the hub ({type(error).__name__}: {_first_line(error)})",
+        f"the data set {repo!r} could not be fetched from the hub ({type(error).__name__}: {first_line(error)})",
         "a hub id names data that you may read; it needs the network, or HF_HUB_OFFLINE=1 where the cache has them",
         "correct the id, or give a local .jsonl file, a list, or a name under datasets/ such as 'arithmetic'",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -88,7 +88,9 @@ def _value(node: ast.AST, depth: int) -> Any:
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left, depth + 1), _value(node.right, depth + 1)
         if isinstance(node.op, ast.Pow):
-            return _small(_power(left, right))
+            if isinstance(left, int) and isinstance(right, int) and (left.bit_length() - 1) * right > MOST_BITS:
+                raise OverflowError("it is too large")
+            return _small(left**right)
         if type(node.op) in OPERATORS:
             return _small(OPERATORS[type(node.op)](left, right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -96,12 +98,6 @@ def _value(node: ast.AST, depth: int) -> Any:
             raise ValueError(f"there is no function {node.func.id!r:.40}; there are {', '.join(FUNCTIONS)}")
         return _small(function(*(_value(argument, depth + 1) for argument in node.args)))
     raise ValueError("it may have numbers, + - * / // % ^, brackets, and functions such as sqrt")
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > MOST_BITS:
-        raise OverflowError("it is too large")
-    return base**exponent
 
 
 def _small(value: Any) -> Any:

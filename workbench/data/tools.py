@@ -242,7 +242,6 @@ class ToolConversation:
         return [*answers, *({"role": "tool", "content": f"Error: {one['error']}"} for one in invalid)], 0.0, False
 
     async def _answer(self, call: Mapping[str, Any]) -> str:
-        """What the model is told of a call."""
         tool = self._tools.by_name.get(call["name"])
         if tool is None:
             return f"Error: there is no tool {call['name']!r:.60}; there are {', '.join(self._tools.by_name)}"

@@ -90,7 +90,6 @@ def finite_number(value: Any) -> float:
 
 
 def score(function: Callable[..., Any], state: object, row: Mapping[str, Any], tokens: int | Steps) -> Any:
-    """What a reward function gives for a row."""
     return function(**accepted(function, row))
 
 
@@ -161,7 +160,6 @@ def score_together(
 
 
 def checked_scores(value: Any, rows: Sequence[object], tokens: Sequence[int | Steps]) -> list[Score]:
-    """As `checked_score`, of each row."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -249,7 +247,6 @@ def summarize(make: object, state: object, row: int, function: Callable[[str], A
 
 
 def checked_summary(value: Any, *call: object) -> str:
-    """A text."""
     if not is_text(value):
         raise WrongValue(f"returned {shown(value)}")
     return str(value)

@@ -82,7 +82,6 @@ class Charted:
     """Something that a notebook shows as its html, where it has any, with its charts below."""
 
     def charts(self) -> list[Chart]:
-        """The charts, in their order."""
         raise NotImplementedError
 
     def figure(self) -> dict[str, Any]:

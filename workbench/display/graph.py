@@ -15,8 +15,6 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LINE = 168, 44, 34, 14, 8, 19
 
 
 class StageRecord(Protocol):
-    """What is drawn of a stage."""
-
     @property
     def name(self) -> str: ...
     @property

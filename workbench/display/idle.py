@@ -221,7 +221,6 @@ class Callers:
         return found
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take in the next event."""
         name, details = event["event"], event["details"]
         if name == "run":
             cell = int(details["cell"])

@@ -33,7 +33,6 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all movements."""
         return int(self.matrix.to_numpy().sum())
 
     def frame(self) -> pd.DataFrame:

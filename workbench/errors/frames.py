@@ -101,7 +101,6 @@ def chain_of(error: BaseException) -> tuple[Raised, ...]:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file is of this package."""
     return file.startswith(OURS)
 
 
@@ -166,7 +165,6 @@ class StageFailure:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that failed."""
         return tuple(sorted(rank for failure in self.failures for rank in failure.ranks))
 
     def lines(self, cells: Mapping[str, str] = {}) -> list[str]:

@@ -39,6 +39,10 @@ def shown(value: Any, characters: int = 60) -> str:
     return plain_text(text[:characters]) if "\n" not in text else f"<{type(value).__name__}>"
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def said(error: BaseException, characters: int = 2000) -> str:
     """What an exception says, as plain text; that it says nothing where its `str` raises."""
     try:

@@ -15,7 +15,7 @@ from typing import Literal
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import escaped, plain_text
-from workbench.export.cells import Cell, Notebook, left_out, read_notebook
+from workbench.export.cells import Cell, left_out, read_notebook
 from workbench.export.loops import Repeat, Step, fold_moves, found_repeats, opening_of
 from workbench.export.parameters import TAGS, Parameter, possible_parameters, take_parameters
 from workbench.export.program import LINE_LENGTH, program, repeat_name
@@ -93,16 +93,13 @@ def export_notebook(
         placements=record.placements,
         missing=missing,
     )
-    script = replace(script, told=(*_doubts(page, record, order), *told, *script.told))
+    differing = doubts(page, record)
+    if order == "run":  # in which nothing is out of order, and what left the page is there
+        differing = [line for line in differing if "error" in line or "not run" in line]
+    script = replace(script, told=(*differing, *told, *script.told))
     if output is not None:
         write_bytes(output, script.text.encode(), mode=SHARED)
     return script
-
-
-def _doubts(page: Notebook, record: Record, order: Order) -> list[str]:
-    """In the order of the run nothing is out of order, and what left the page is there."""
-    told = doubts(page, record)
-    return told if order == "written" else [line for line in told if "error" in line or "not run" in line]
 
 
 @contextlib.contextmanager
@@ -205,7 +202,6 @@ def _hint_in_script(possible: Sequence[Statement]) -> str:
 
 
 def _with_head(script: str, told: str) -> str:
-    """The script with a comment in its head."""
     comment = textwrap.wrap(told, LINE_LENGTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
     lines, first = script.split("\n"), ast.parse(script).body[0]
     docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)

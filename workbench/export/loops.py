@@ -49,7 +49,6 @@ def fold_moves(statements: Sequence[Statement], recorded: Mapping[str, str]) -> 
 
 
 def opening_of(statement: Statement) -> ast.Call | None:
-    """The `wb.open(...)` that a statement assigns."""
     return _call_of_workbench(statement, "open")
 
 
@@ -106,7 +105,6 @@ def _last_target(move: Statement, statements: Sequence[Statement], place: int) -
 
 
 def _with_placement(statement: Statement, placement: str) -> Statement:
-    """The opening with another placement."""
     call = opening_of(statement)
     assert call is not None
     for keyword in call.keywords:
@@ -155,10 +153,11 @@ def found_repeats(statements: Sequence[Statement]) -> list[Step]:
     """
     keys = [ast.dump(statement.node) for statement in statements]
     fixed = [statement.is_import or statement.is_definition for statement in statements]
+    does = [any(isinstance(node, ast.Call) for node in ast.walk(statement.node)) for statement in statements]
     best = (0, 0, 0, 0)  # statements that it covers, -length, start, count
     for length in range(1, len(keys) // 2 + 1):
         for start in range(len(keys) - 2 * length + 1):
-            if any(fixed[start : start + length]) or not _does(statements[start : start + length]):
+            if any(fixed[start : start + length]) or not any(does[start : start + length]):
                 continue
             count = 1
             while keys[start + count * length : start + (count + 1) * length] == keys[start : start + length]:
@@ -200,7 +199,3 @@ def _made_for(statement: Statement) -> str | None:
     call = node.value if isinstance(node, ast.Assign) else None
     first = call.args[0] if isinstance(call, ast.Call) and call.args and root(call) in WORKBENCH else None
     return first.id if isinstance(first, ast.Name) else None
-
-
-def _does(body: Sequence[Statement]) -> bool:
-    return any(isinstance(node, ast.Call) for statement in body for node in ast.walk(statement.node))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import tokenize
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ class Parameter:
 
     def __str__(self) -> str:
         """As an argument of main."""
-        kind = f"Annotated[{self.kind}, {_quoted(self.help)}]" if self.help else self.kind
+        kind = f"Annotated[{self.kind}, {json.dumps(self.help, ensure_ascii=False)}]" if self.help else self.kind
         return f"{self.name}: {kind} = {self.default}"
 
 
@@ -125,7 +126,3 @@ def _comment(text: str) -> str:
     code = [t for t in tokens if t.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)]
     comments = [t.string for t in tokens if t.type == tokenize.COMMENT and code and t.start >= code[-1].end]
     return comments[0].lstrip("#").strip() if comments else ""
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

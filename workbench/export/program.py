@@ -72,7 +72,8 @@ class _Scope:
         parts = [one for one in ast.iter_child_nodes(node.args) if not isinstance(one, ast.arg)]
         arguments = [one for one in ast.walk(node.args) if isinstance(one, ast.arg)]
         annotations = [one for one in (*(a.annotation for a in arguments), node.returns) if one is not None]
-        if node.decorator_list and any(_has_text(one) for one in annotations):  # `wb.register` evaluates such a text
+        constants = [one for part in annotations for one in ast.walk(part) if isinstance(one, ast.Constant)]
+        if node.decorator_list and any(isinstance(one.value, str) for one in constants):  # `wb.register` evaluates it
             return False
         return all(map(self._registers, node.decorator_list)) and all(map(self.plain, (*parts, *annotations)))
 
@@ -135,10 +136,6 @@ def is_literal(node: ast.expr) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _has_text(annotation: ast.expr) -> bool:
-    return any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(annotation))
 
 
 def _is_type(origin: str) -> bool:

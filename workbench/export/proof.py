@@ -173,7 +173,9 @@ def compare_runs(notebook: Path, script: Path) -> Proof:
     first, second = _labs(notebook), _labs(script)
     single = all(_single(folder) for labs in (first, second) for folder in labs.values())
     calls = {lab: (_calls(first.get(lab)), _calls(second.get(lab))) for lab in dict.fromkeys([*first, *second])}
-    tolerance = 0.0 if single and not any(_converses(both) for pair in calls.values() for both in pair) else ROUNDING
+    # which rows of several turns are decoded together depends on how quick the environments are, and rounding with it
+    converses = any("turns/mean" in values for pair in calls.values() for both in pair for _, _, values in both)
+    tolerance = 0.0 if single and not converses else ROUNDING
     rows = []
     for lab, (ours, theirs) in calls.items():
         rows += _compared(lab, ours, theirs, tolerance)
@@ -217,12 +219,6 @@ def _calls(folder: Path | None) -> list[Call]:
         )
         for row in rows
     ]
-
-
-def _converses(calls: Sequence[Call]) -> bool:
-    """Whether there are rollouts of several turns: which of their rows are decoded together depends on how quick the
-    environments are, and rounding with it."""
-    return any("turns/mean" in values for _, _, values in calls)
 
 
 def _counts(name: str, value: float) -> bool:

@@ -17,9 +17,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -106,9 +105,6 @@ class Report:
     @property
     def ok(self) -> bool:
         return all(check.ok for check in self.checks if check.needed)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "deep": self.deep, "checks": [asdict(check) for check in self.checks]}
 
     def __str__(self) -> str:
         lines = []

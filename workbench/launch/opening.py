@@ -355,9 +355,8 @@ def _workbench(description: Description, run_folder: Path) -> Workbench:
 def _record(lab: Workbench, event: str) -> None:
     """Record that a workbench was opened or attached, and from now on, if it is so opened, the cells that run."""
     lab.telemetry.append_event(event, name=lab.name, placement=repr(lab.placement), record=lab.description.record)
-    if not lab.description.record:
-        return
-    record_cells(lab.telemetry, lambda: lab.ownership.closed)
+    if lab.description.record:
+        record_cells(lab.telemetry, lambda: lab.ownership.closed)
 
 
 def _tracked(lab: Workbench, trackers: list[str]) -> Workbench:

@@ -136,7 +136,6 @@ def _termination() -> Iterator[threading.Event]:
 
 
 def _parser(main: Callable[..., Any], options: dict[str, Option]) -> Parser:
-    """The parser of the options of `main`, and of every script."""
     text = getattr(sys.modules.get(main.__module__), "__doc__", None) or main.__doc__ or ""
     parser = Parser(description=inspect.cleandoc(text), formatter_class=argparse.RawDescriptionHelpFormatter)
     if options:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from workbench.errors import MissingDependency, ModelUnavailable
+from workbench.errors.plain_text import first_line
 from workbench.support.files import home, path_of
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _from_hub(name: str, download: Callable[[], str]) -> Path:
     except (
         Exception
     ) as error:  # the kinds depend on the hub client's transport: no network, offline mode, gated, a full disk
-        reason = (f"it could not be fetched from the model hub ({type(error).__name__}: {_first_line(error)})", error)
+        reason = (f"it could not be fetched from the model hub ({type(error).__name__}: {first_line(error)})", error)
     raise ModelUnavailable(
         f"the model {name!r} is neither a folder nor in the local hub cache", reason[0], _alternatives(name)
     ) from reason[1]
@@ -356,7 +357,3 @@ def _alternatives(name: str) -> str:
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
     rest = f"give a local folder, or one of {', '.join(map(repr, known))}"
     return f"did you mean {close[0]!r}? Otherwise {rest}" if close else rest
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -89,7 +89,6 @@ class Correction:
 
     @property
     def largest_second_moment(self) -> float:
-        """`second_moment`, or its default."""
         return SECOND_MOMENT if self.second_moment is None else self.second_moment
 
 

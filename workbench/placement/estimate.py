@@ -7,6 +7,7 @@ micro-batch do. So the controller gives the first (`rooms`), and the host that k
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -147,11 +148,8 @@ def fitting_tokens(model: RoleModel, layout: Layout, rank: int, left_bytes: int)
         sized = replace(model, generation=None, automatic_tokens=steps * TOKENS_STEP)
         return rank_memory(sized, layout, rank).passing
 
-    low, high = 1, MOST_TOKENS // TOKENS_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if passing(middle) <= left_bytes else (low, middle - 1)
-    return low * TOKENS_STEP
+    larger = range(2, MOST_TOKENS // TOKENS_STEP + 1)
+    return (1 + bisect(larger, left_bytes, key=passing)) * TOKENS_STEP
 
 
 @dataclass(frozen=True, kw_only=True)

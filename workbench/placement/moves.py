@@ -92,7 +92,6 @@ class Moves:
 
     @property
     def models_after(self) -> Models:
-        """The models of the roles of `new`."""
         return self.models if self.new_models is None else self.new_models
 
     @cached_property

@@ -265,7 +265,6 @@ class Placement:
 
     @property
     def _layouts(self) -> dict[str, Layout]:
-        """The layouts that were given, as `Layout`."""
         return {role: self.layout_of(role) for role in self.layouts}
 
     def rows(self) -> list[dict[str, Any]]:

@@ -193,7 +193,6 @@ def local_sizes(weights: ModelWeights, layout: Layout, rank: int) -> list[tuple[
 
 
 def head_of(role: str) -> Literal["lm", "scalar"]:
-    """The head of a role's model."""
     return "lm" if role in ("actor", "reference", "teacher", ROLLOUT) else "scalar"
 
 

@@ -137,7 +137,7 @@ def shared(tensor: Tensor, shard: WeightShard, inner: WeightShard) -> Tensor | N
 
 
 BUCKET_BYTES = 64 * 2**20
-CPU = torch.device("cpu")
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 Slice = tuple[str, Box]
 
 
@@ -201,27 +201,19 @@ class ReshardingEngine:
         self._away = False
 
     @torch.no_grad()
-    def reshard(
-        self,
-        held: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = CPU,
-    ) -> dict[str, Tensor]:
+    def reshard(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's weights after the plan, by name, from those before it.
 
         held: contiguous tensors of the shapes of `plan.source.shard`; empty on a rank that holds none. Some of them are
         turned into views of what is returned (their `.data` is set): change either and both change.
-        dtype, device: of the weights, for ranks that hold none. Raises `BadInput` before anything is sent.
+        Raises `BadInput` before anything is sent.
         """
         self._begin(held)
-        for tensor in held.values():
-            dtype, device = tensor.dtype, tensor.device
         self._away = True
         gathered: dict[str, Tensor] = {}
         for group, buckets in self._buckets.items():
             for name in self._of_group(group):
-                gathered[name] = self._prepare(name, held, dtype, device)
+                gathered[name] = self._prepare(name, held)
                 mine = self._held.get(name)
                 if mine is not None and mine.boxes != self._gathered[name].boxes:
                     self._share(held[name], mine, gathered[name], self._gathered[name])
@@ -231,24 +223,16 @@ class ReshardingEngine:
         return {name: tensor for name, tensor in arrived.items() if tensor is not None}
 
     @torch.no_grad()
-    def layers(
-        self,
-        held: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = CPU,
-    ) -> Iterator[dict[str, Tensor]]:
-        """The same weights a layer at a time, for an engine that keeps copies of them; arguments as for `reshard`.
+    def layers(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The same weights a layer at a time, for an engine that keeps copies of them; `held` as for `reshard`.
 
         `held` does not change, so there is nothing to restore; weights that are whole already are yielded without a
         copy. Beside `held`, memory is needed for one layer: drop each before asking for the next. Every rank iterates
         to the end.
         """
         self._begin(held)
-        for tensor in held.values():
-            dtype, device = tensor.dtype, tensor.device
         for group, buckets in self._buckets.items():
-            gathered = {name: self._prepare(name, held, dtype, device) for name in self._of_group(group)}
+            gathered = {name: self._prepare(name, held) for name in self._of_group(group)}
             for bucket in buckets:
                 self._exchange(bucket, held, gathered)
             needed = [name for name in gathered if name in self._needed]
@@ -315,12 +299,14 @@ class ReshardingEngine:
             elif slices and self.rank in movement.destinations:
                 bucket.receives.setdefault((movement.source, movement.destinations), []).extend(slices)
 
-    def _prepare(self, name: str, held: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor into which a weight is gathered, with what this rank holds already."""
+    def _prepare(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
+        """The tensor into which a weight is gathered, with what this rank holds already; on a rank that holds nothing
+        float32 on the CPU."""
         mine, wanted = self._held.get(name), self._gathered[name]
         if mine is not None and mine.boxes == wanted.boxes:
             return held[name].data.view(wanted.shape)
-        gathered = torch.empty(wanted.shape, dtype=dtype, device=device)
+        like = next(iter(held.values()), NOTHING)
+        gathered = torch.empty(wanted.shape, dtype=like.dtype, device=like.device)
         if mine is not None:
             fill(gathered, wanted, held[name].data, mine)
         return gathered

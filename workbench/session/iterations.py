@@ -38,7 +38,7 @@ def _with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Iterations:
-    """Begins iterations: for `PromptStream`, for the streams of examples that it makes, and for loops by hand."""
+    """Begins iterations: for `PromptStream` and the streams of examples, as their `Feed`, and for loops by hand."""
 
     def __init__(self, runner: StageRunner, position: Position, checkpoints: Checkpoints, topology: Topology) -> None:
         self._runner, self._position, self._checkpoints = runner, position, checkpoints
@@ -46,7 +46,6 @@ class Iterations:
 
     @property
     def iteration(self) -> int:
-        """The number of the one under way."""
         return self._runner.counters.iteration
 
     @property
@@ -65,7 +64,6 @@ class Iterations:
         self._checkpoints.save_if_due()
 
     def begin_iteration(self, *, ahead: bool = False) -> None:
-        """Count the next iteration. ahead: its prompts were drawn before."""
         self._runner.groups.check_alive(self._runner.groups.lead)
         return_freed_memory()
         counters = self._runner.counters
@@ -76,7 +74,6 @@ class Iterations:
             self._topology.read_memory(MEMORY_S)
 
     def put(self, table: Table, *, meta: Mapping[str, Any], owner: str) -> Batch:
-        """A batch of columns."""
         return self._runner.batches.put(table, meta=meta, owner=owner)
 
     def note_drawn(self) -> None:
@@ -84,7 +81,6 @@ class Iterations:
         self._runner.ownership.record()
 
     def when_scored(self, tell: Callable[[Mapping[str, Any], Sequence[ScoredRows]], None]) -> None:
-        """Have `tell` called with the meta and the rewards of each stage that gives rewards."""
         self._runner.scores.append(tell)
 
     def wait_for_scores(self) -> None:
@@ -99,7 +95,6 @@ class Iterations:
                     continue  # which those who read its result are told
 
     def note_change(self, setting: str, before: Any, after: Any) -> None:
-        """Record that a setting was assigned."""
         self._runner.live.note(setting, before, after)
 
     @_with_options

@@ -349,7 +349,8 @@ class Move:
         elif late:
             then += f", when {', '.join(late)} have ended what they had begun"
         if isinstance(error, WorkbenchError):
-            error.remedy = then if lost else "; ".join(filter(None, (then, _no_opening(error.remedy))))
+            more = "" if lost or "if_exists" in error.remedy else error.remedy  # not to open the workbench again
+            error.remedy = "; ".join(filter(None, (then, more)))
         elif lost or late:
             error.add_note(f"{self._title} came to nothing; {then}")
 
@@ -406,8 +407,3 @@ class Move:
             if self.ending:
                 self._note("ending old hosts")
                 backend.end(self.ending)
-
-
-def _no_opening(remedy: str) -> str:
-    """A remedy, unless it is to open the workbench again."""
-    return "" if "if_exists" in remedy else remedy

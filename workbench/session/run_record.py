@@ -64,7 +64,6 @@ class RunRecord:
 
 
 def write_run_record(run_folder: Path, description: Description, prompts: PromptStream) -> None:
-    """Write what a workbench is opened with."""
     functions = {
         role: _function(model.function, description.record)
         for role, model in description.models.items() if model.function is not None

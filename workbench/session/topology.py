@@ -208,7 +208,6 @@ class Topology:
         }
 
     def _refusal(self, change: PlacementChange) -> BadInput | None:
-        """`PlacementChange.refusal`."""
         if any(info.offloads for info in self._hosts.infos) and any(role.action != "stays" for role in change.roles):
             return BadInput(
                 f"a change of placement with share_memory={self._hosts.description.share_memory!r}",

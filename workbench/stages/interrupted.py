@@ -125,7 +125,8 @@ class Interrupted:
         self._draw_again(run)
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
-        self._hosts.forget_shards(call.kept for call in run.calls)
+        for shard in filter(None, (call.kept for call in run.calls)):
+            self._hosts.backend.work(shard.host, "release", [shard.key])
 
     def not_received(self, run: Run) -> None:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""

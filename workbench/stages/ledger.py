@@ -55,13 +55,11 @@ class Counters:
         self.refused = self.iteration > 0 and self.run == self._runs_before
 
     def next_run(self) -> int:
-        """The number of a new run."""
         self.run += 1
         self.refused = False
         return self.run
 
     def next_draw(self, iteration: int) -> int:
-        """The number of a new drawing of samples in an iteration."""
         draw = self.draws[iteration] = self.draws.get(iteration, -1) + 1
         return draw
 
@@ -130,8 +128,6 @@ class SentRun:
 
 
 class Journal(Protocol):
-    """The journal of one workbench."""
-
     def append(self, *, sent: SentRun | None = None, over: Collection[int] = ()) -> None:
         """Append what has changed since the last entry. sent: a stage that now goes to its hosts, or more that is known
         of it. over: numbers of stages whose results their callers have, or that left nothing."""

@@ -54,7 +54,6 @@ class RankWatch:
 
     @property
     def failed(self) -> list[int]:
-        """The ranks that have failed so far."""
         return [rank for rank, pending in enumerate(self.answers) if _failed(pending)]
 
     @property

@@ -221,7 +221,6 @@ class Run:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def settle(self, result: Any) -> None:
-        """End the run with a result."""
         self._forget()
         self.ended_s = time.time()
         with contextlib.suppress(InvalidStateError):  # late: its waiters have been woken
@@ -393,7 +392,6 @@ class RunLog:
         self._lock = threading.Lock()
 
     def add(self, run: Run, stage: str, iteration: int, cell: Cell | None, *, aside: bool) -> None:
-        """Follow a run from now on."""
         record = RunRecord(
             run=run.number, stage=stage, operation=run.stage, role=run.group.role, pool=run.group.pool.name,
             iteration=iteration, cell=cell.number if cell else 0, batch=run.batch.id if run.batch is not None else "",

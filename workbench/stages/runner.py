@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, SupportsFloat
 
 import torch
@@ -33,6 +34,7 @@ from workbench.stages.run import Run, RunLog
 from workbench.stages.scheduler import Scheduler
 from workbench.stages.stage import StageRun
 from workbench.support.notebook_cell import running_cell, running_position
+from workbench.support.replaced import replaced
 from workbench.support.validation import Rule
 from workbench.telemetry.store import TelemetryStore
 
@@ -46,14 +48,9 @@ class StageNames:
 
     stage_name = ""  # "" for the operation's own
 
-    @contextlib.contextmanager
-    def reported_as(self, stage: str) -> Iterator[None]:
+    def reported_as(self, stage: str) -> AbstractContextManager[None]:
         """Inside, calls report their metrics under a stage's own name: an algorithm may have two of one operation."""
-        self.stage_name, before = stage, self.stage_name
-        try:
-            yield
-        finally:
-            self.stage_name = before
+        return replaced(self, "stage_name", stage)
 
 
 class StageRunner(StageNames):
@@ -180,14 +177,15 @@ class StageRunner(StageNames):
 
     @contextlib.contextmanager
     def driving(self, what: str, stopping: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Inside, only this thread calls stages: see `Workbench.driving`."""
+        """Inside, only this thread calls stages: a panel's button and a cell do not mix their steps.
+
+        what: is doing it, for the `BadInput` that calls of other threads get. stopping: where it says so, the next call
+        raises `StageInterrupted`.
+        """
         self.check_driver()
-        before, self._driver = self._driver, (threading.current_thread(), what, stopping)
         self._drives += 1
-        try:
+        with replaced(self, "_driver", (threading.current_thread(), what, stopping)):
             yield
-        finally:
-            self._driver = before
 
     @property
     def driver(self) -> str:
@@ -234,21 +232,14 @@ class StageRunner(StageNames):
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Inside, every call blocks and is computed."""
-        reusing, self._reusing = self._reusing, False
-        try:
-            with self.scheduler.one_by_one():
-                yield
-        finally:
-            self._reusing = reusing
-
-    @contextlib.contextmanager
-    def reuse(self) -> Iterator[None]:
-        """Inside, stages are answered from the store: see `Workbench.reuse`."""
-        self._reusing, before = True, self._reusing
-        try:
+        with replaced(self, "_reusing", False), self.scheduler.one_by_one():
             yield
-        finally:
-            self._reusing = before
+
+    def reuse(self) -> AbstractContextManager[None]:
+        """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
+        the store, and says so. Updates never are; generation only where a seed is given. Variables that a function
+        reads from the notebook are not part of its code."""
+        return replaced(self, "_reusing", True)
 
     @contextlib.contextmanager
     def isolated(self, stage: str) -> Iterator[None]:
@@ -288,7 +279,8 @@ class Snapshots:
 
     @contextlib.contextmanager
     def kept(self, *roles: str) -> Iterator[Callable[[], None]]:
-        """See `Workbench.kept`."""
+        """Keep the state of roles (weights, optimizer, schedule, step count) on their hosts, and go back to it at the
+        end: `with lab.kept("actor") as go_back:`; go_back() does so in between."""
         runner, counters, groups = self._runner, self._runner.counters, self._runner.groups.by_role
         for role in roles:
             if role not in groups:

@@ -14,6 +14,7 @@ from workbench.errors import StageInterrupted, UpstreamError
 from workbench.stages import interrupted
 from workbench.stages.run import Run
 from workbench.stages.stage import StageRun
+from workbench.support.replaced import replaced
 
 POLL_S = 0.05
 
@@ -127,18 +128,16 @@ class Scheduler:
             self._unwaited.append(run)
         run.submit()
 
-    @contextlib.contextmanager
-    def one_by_one(self) -> Iterator[None]:
+    def one_by_one(self) -> contextlib.AbstractContextManager[None]:
         """Inside, every call blocks."""
-        before, self.overlaps = self.overlaps, False
-        try:
-            yield
-        finally:
-            self.overlaps = before
+        return replaced(self, "overlaps", False)
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Inside, a stage's call returns at once: see `Workbench.overlap`."""
+        """Inside, a stage's call returns at once, and it runs when its inputs are there and its pool is free.
+
+        So stages of different pools run at the same time, with the same lines as one by one. Waits at the end.
+        """
         before, self.overlaps = self.overlaps, True
         try:
             yield

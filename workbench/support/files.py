@@ -277,14 +277,12 @@ def locked(name: str, waiting: Callable[[], None] = lambda: None) -> Iterator[No
     lock = FileLock(home() / f"{name}.lock")
     while True:
         try:
-            lock.acquire(timeout=LOCK_POLL_S)
+            held = lock.acquire(timeout=LOCK_POLL_S)
             break
         except Timeout:
             waiting()
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,6 @@ def code_behind(value: Any) -> str:
 
 
 def _functions(part: Any) -> list[types.FunctionType]:
-    """A function, or the functions of a class."""
     if not isinstance(part, type):
         return [part] if isinstance(part, types.FunctionType) else []
     members = (getattr(member, "__func__", getattr(member, "fget", member)) for member in vars(part).values())

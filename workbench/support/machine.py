@@ -175,7 +175,6 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """The process that asks."""
         return cls(machine=socket.gethostname(), pid=os.getpid(), created_s=psutil.Process().create_time())
 
     @property

@@ -81,5 +81,4 @@ class MemoryReading:
         }
 
     def row(self) -> dict[str, Any]:
-        """The reading as stored."""
         return asdict(self)

@@ -337,7 +337,7 @@ class TelemetryStore:
                 text = files.read_bytes(self._path(name), limit=None) + b"\n" * bool(waiting) + waiting
             except FileNotFoundError:
                 text = waiting
-        return _rows(b"\n".join(line for line in text.splitlines() if having in line) if having else text)
+        return json_rows(b"\n".join(line for line in text.splitlines() if having in line) if having else text)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -371,11 +371,11 @@ class Follower:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _rows(whole)
+        return json_rows(whole)
 
 
-def _rows(text: bytes) -> list[dict[str, Any]]:
-    """The rows of whole lines, but for those that cannot be read."""
+def json_rows(text: bytes) -> list[dict[str, Any]]:
+    """The rows of lines of JSON, but for those that cannot be read."""
     lines = text.splitlines()
     with suppress(ValueError):  # as one list it takes a third of the time
         rows = json.loads(b"[" + b",".join(lines) + b"]")

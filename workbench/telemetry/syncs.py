@@ -64,7 +64,6 @@ class Sync(OpenSync):
     failed: str = ""
 
     def row(self) -> dict[str, Any]:
-        """The part as stored."""
         return asdict(self)
 
 

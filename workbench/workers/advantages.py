@@ -166,7 +166,10 @@ class Estimation:
         elif estimator in REWARD_TO_GO:
             both = self._reward_to_go(scores_B, rewards_BT)
         elif estimator == "grpo_process":
-            both = self._of_steps(scores.ndim == 1, rewards_BT)
+            advantages_BT = over_steps(
+                rewards_BT, scores.ndim == 1, self.batch, self.mask_BT, self.communicator, self.metrics
+            )
+            both = advantages_BT, reinforce(rewards_BT, self.mask_BT, 1.0)[0]
         else:
             both = self._of_responses(scores_B, penalty_B, signal)
         return rewards_BT, *both
@@ -254,10 +257,6 @@ class Estimation:
         if self.estimator in BY_TURN:
             return turn_reinforce(rewards_BT, self.mask_BT, self._ends_of_turns(), self.gamma, mean_B)
         return reinforce(rewards_BT, self.mask_BT, self.gamma, mean_B)
-
-    def _of_steps(self, one_step: bool, rewards_BT: Tensor) -> tuple[Tensor, Tensor]:
-        advantages_BT = over_steps(rewards_BT, one_step, self.batch, self.mask_BT, self.communicator, self.metrics)
-        return advantages_BT, reinforce(rewards_BT, self.mask_BT, 1.0)[0]
 
     def _of_responses(self, scores_B: Tensor, penalty_B: Tensor | None, signal: Signal) -> tuple[Tensor, Tensor]:
         """One advantage a response, over the samples of its prompt."""

@@ -38,7 +38,8 @@ class Compaction:
 
     def remember(self, conversation: Conversation, answer_ids: Sequence[int]) -> None:
         """Note the newest turn and what it was answered; those that no context will begin with are forgotten."""
-        conversation.exchanges.append([*conversation.last_turn_ids, *answer_ids])
+        said = conversation.response_ids[conversation.turn_starts[-1] : conversation.turn_ends[-1]]
+        conversation.exchanges.append([*said, *answer_ids])
         del conversation.exchanges[: -self._context.keep_turns]
 
     def is_due(self, conversation: Conversation, answer_ids: Sequence[int]) -> bool:
@@ -147,11 +148,6 @@ class Conversation:
             return self.response_ids[self.context_starts[-1] :]
         return self.prompt_ids + self.response_ids
 
-    @property
-    def last_turn_ids(self) -> list[int]:
-        """The policy's last turn."""
-        return self.response_ids[self.turn_starts[-1] : self.turn_ends[-1]]
-
     def begin_again(self) -> None:
         """Forget what was said: from the same seed, a new environment is told the same as long as it answers alike."""
         vars(self).update(vars(Conversation(prompt_ids=self._row_prompt_ids, seed=self.seed)))
@@ -190,7 +186,6 @@ class Conversation:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Conversation:
-        """What gave a state."""
         found = cls(prompt_ids=[], seed=0)
         vars(found).update(state)
         return found

@@ -50,7 +50,6 @@ class Status:
         self._failed_before = [bool(lines) for lines in self._lines]
 
     def failed_in(self, stage: str) -> list[bool]:
-        """Of each row, whether a stage failed for it."""
         return [stage in lines for lines in self._lines]
 
     def note(self, stage: str, row: int, failures: Mapping[str, StageError]) -> None:

@@ -371,7 +371,6 @@ class Host(Shards):
         return self._patch.apply(texts, self.workers, models, strict=True)
 
     def settle_patch(self, keep: bool) -> None:
-        """Keep the last patch, or undo it."""
         (self._patch.keep if keep else self._patch.undo)()
 
     # --- while a stage computes ---------------------------------------------------------------------------------------
@@ -397,6 +396,7 @@ class Host(Shards):
                 self._held = self._look()
             finally:
                 self._computing.release()
+        free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
         return {
             "host": info.name,
             "pool": info.pool,
@@ -407,7 +407,7 @@ class Host(Shards):
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
             "device_bytes": own_gpu_bytes() if on_gpu else None,
-            "device_used_bytes": _used_gpu_bytes() if on_gpu else None,
+            "device_used_bytes": total - free if on_gpu else None,  # of all processes, contexts and caches included
             "threads": info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
             "start_s": self._start_s,
@@ -446,9 +446,3 @@ class Host(Shards):
             worker.context.calls.close()
         self.workers.clear()
         self._shards.clear()
-
-
-def _used_gpu_bytes() -> int:
-    """What all processes together hold of this process's GPU, contexts and caches included."""
-    free, total = torch.cuda.mem_get_info(0)
-    return int(total - free)

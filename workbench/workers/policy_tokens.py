@@ -66,7 +66,6 @@ class PolicyTokens:
     held_back: Ragged | None
 
     def inputs(self, micro: MicroBatch) -> Mapping[str, Any]:
-        """What the module is given."""
         return micro.scored(self.temperature, self._with_entropy, self.sets, with_hidden=self._reads_model)
 
     def __call__(self, micro: MicroBatch, output: tuple[Any, ...]) -> tuple[Tensor, DeviceMetrics]:

@@ -237,7 +237,6 @@ class RoleFiles:
         return [*found, *([Path(self.folder, "model", "config.json")] if self.model else [])]
 
     def file(self, what: str, rank: int) -> Path:
-        """The file of one kind of state of a rank."""
         return Path(self.folder, f"{what}-{rank:05d}.{'pt' if what == 'state' else 'safetensors'}")
 
 

@@ -11,8 +11,8 @@ exchange nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from workbench.errors.containing import Signal
 from workbench.messages.calls import UpdatePart
 from workbench.messages.metrics import Metric
+from workbench.support.replaced import replaced
 
 # After this time ranks continue to the end of a stage that others were not asked to stop: the controller ended before.
 PATIENCE = timedelta(seconds=30)
@@ -72,14 +73,9 @@ class Stopping:
         if may_stop and self._passed >= self._agreed():
             raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
 
-    @contextmanager
-    def only(self, ranks: tuple[int, ...]) -> Iterator[None]:
+    def only(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Inside, only these ranks pass points in step with this one."""
-        self._together, before = ranks, self._together
-        try:
-            yield
-        finally:
-            self._together = before
+        return replaced(self, "_together", ranks)
 
     def _agreed(self) -> int:
         """The furthest of the points that the ranks in step have named."""

@@ -59,7 +59,6 @@ class Asked:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
         return self.needed + self.optional
 
     @classmethod

@@ -242,7 +242,6 @@ class WeightExchange:
         return published.hosts[rank] == self._host
 
     def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """See `WeightSource`."""
         began = time.perf_counter()
         if self.is_here(published, rank):
             snapshot = self.snapshot(published.key)

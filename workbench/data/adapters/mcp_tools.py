@@ -31,8 +31,6 @@ ASKING_S = 60.0  # for a server that is started to ask for its tools
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started."""
-
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
 

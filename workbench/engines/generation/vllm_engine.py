@@ -95,7 +95,10 @@ class VllmDecoding(Decoding):
     def __exit__(self, *error: object) -> None:
         with self._stack, self._working():
             self._client.abort_requests(list(self._running))
-            _drain(self._client)
+            # the step that was launched ahead for rows that have ended comes before weights or prefix cache change
+            core = self._client.engine_core
+            while core.batch_queue:  # None where steps are not launched ahead
+                core.step_fn()
 
     def _add(
         self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
@@ -157,13 +160,6 @@ def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -
     )
     engine.engine_core.add_request(request)
     return name
-
-
-def _drain(client: Any) -> None:
-    """Wait for the step that was launched ahead for rows that have ended, before weights or prefix cache change."""
-    core = client.engine_core
-    while core.batch_queue:  # None where steps are not launched ahead
-        core.step_fn()
 
 
 def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int, vocabulary: int) -> Any:

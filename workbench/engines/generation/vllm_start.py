@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import inspect
 import logging
 import os
 import random
@@ -37,6 +36,7 @@ from workbench.models.resolve import quiet_transformers
 from workbench.placement.memory import STEP_TOKENS
 from workbench.settings.engines import Generation
 from workbench.support.files import home
+from workbench.support.replaced import replaced
 from workbench.telemetry import span
 
 NUMBER = 1  # of the one adapter, in vLLM's count
@@ -117,12 +117,6 @@ PHASES = {
 LONGEST_FOLDER = 54  # bytes of its path: a socket of `private_sockets` adds 49, and may have 103
 
 
-def keep_compiled() -> None:
-    """Have vLLM keep what it compiles in the workbench's home: another start with the same model, dtype, settings and
-    versions of vLLM and torch loads it. `VLLM_CACHE_ROOT` goes before."""
-    os.environ.setdefault("VLLM_CACHE_ROOT", str(home() / "vllm"))
-
-
 def graph_arguments(rows: int) -> dict[str, Any]:
     """Arguments of an engine on a GPU that decodes up to `rows` rows: graphs of decode steps alone, in few sizes.
 
@@ -190,7 +184,8 @@ def start_engine(
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
-    keep_compiled()
+    # what vLLM compiles: another start with the same model, dtype, settings and versions of vLLM and torch loads it
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(home() / "vllm"))
     with span("import", note="importing vLLM"):
         from vllm import EngineArgs, LLMEngine
         from vllm.distributed import parallel_state
@@ -372,13 +367,3 @@ def computing_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = inspect.getattr_static(owner, name, None) or getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -38,7 +38,6 @@ class Pass:
     begin: Callable[[], None] = lambda: None
 
     def times(self, factor: float) -> Pass:
-        """The same with its loss times a factor."""
         return replace(self, loss=lambda output: self.loss(output) * factor)
 
 
@@ -180,7 +179,6 @@ class Together(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of each."""
         for part in self._parts:
             part.step()
 

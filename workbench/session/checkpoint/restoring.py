@@ -63,7 +63,7 @@ class Restoring:
             if (model is None) != (new is None):
                 raise BadInput(where, "its worker is of another kind here", "declare the model that was saved")
             if model is None or new is None:
-                if (size := description.layout_of(role).size) != standing.size and self._has_state(role):
+                if (size := description.layout_of(role).size) != standing.size and found.states:
                     raise BadInput(
                         f"{where}, for {size} ranks",
                         f"a worker of its own kind keeps its state by rank, and {standing.size} have saved it",
@@ -79,9 +79,6 @@ class Restoring:
                         f"here it is {there.get(wrong, 'not there, or not trained')}",
                         "declare the model that was saved, trained as it was",
                     )
-
-    def _has_state(self, role: str) -> bool:
-        return bool(self._files[role].states)
 
     def retrained(self) -> Description:
         """The description, with the training settings that were assigned before the checkpoint was saved. Says these,

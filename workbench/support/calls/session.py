@@ -68,7 +68,6 @@ class InHost:
         self._told = queue.SimpleQueue()
 
     def give_up(self, calls: Collection[int]) -> list[int]:
-        """See `Calls.give_up`."""
         return self._calls.give_up(calls)
 
     def receive(self, wait_s: float) -> tuple[Any, ...] | None:
@@ -372,7 +371,6 @@ class Session:
             failed(i, what, rule, remedy, cause=cause)
 
     def _drop(self, calls: Iterable[int]) -> None:
-        """These calls have ended."""
         for i in calls:
             self._calls.pop(i, None)
             self._open.pop(i, None)

@@ -99,7 +99,6 @@ class UserCalls:
             self._process = None
 
     def _with(self, function: Any) -> tuple[CallProcess, str]:
-        """A process that has a function, and its key there."""
         payload, limits = pickled(function), limits_of(function)
         threads = _threads()
         made_for = limits, threads, self._edits

@@ -68,7 +68,6 @@ class AgentServer:
         self.base_url = ""
 
     def new_key(self, call: int) -> str:
-        """A key for a call of the function."""
         self._keys[call] = f"call-{call}-{secrets.token_urlsafe(32)}"
         return self._keys[call]
 

@@ -99,7 +99,6 @@ def token_function(
 
 
 def _asked(arguments: Mapping[str, Any]) -> Asked:
-    """What the loss of an update asks for."""
     return Asked.by(token_function(*(arguments[name] for name in ("loss", "clip", "clip_high", "dual_clip"))))
 
 

@@ -131,7 +131,6 @@ def as_answers(batch: Shard, answers: str) -> Shard:
 
 
 def minibatch_of(batch: Shard, number: int) -> Shard:
-    """One minibatch of a shard, as a shard."""
     rows = list(minibatch_indices(batch.minibatch_sizes))[number]
     columns = {name: _taken(column, rows) for name, column in batch.columns.items()}
     return replace(batch, columns=columns, rows=batch.rows[rows], minibatch_sizes=(len(rows),))
