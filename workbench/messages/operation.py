@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.batches.handle import BatchHandle
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 ALL_TEXT = "all text"
 Check = Callable[[Mapping[str, Any]], object]
 CheckModel = Callable[[Mapping[str, Any], Model], object]
@@ -49,7 +50,7 @@ class Operation:
     name: str
     protocol: TransferProtocol
     reads: Columns = ()
-    optional: Columns = ()
+    optional: Optional = ()
     writes: Columns = ()
     minibatched: bool = False
     updates: bool = False
@@ -65,6 +66,7 @@ class Operation:
 
     @property
     def takes_batch(self) -> bool:
+        """Whether the first argument is a batch."""
         return bool(self.reads)
 
     @property
@@ -108,7 +110,7 @@ def register(
     protocol: TransferProtocol | str,
     *,
     reads: Columns = (),
-    optional: Columns | Literal["all text"] = (),
+    optional: Optional | Literal["all text"] = (),
     writes: Columns = (),
     minibatched: bool = False,
     updates: bool = False,
@@ -128,8 +130,7 @@ def register(
     operation draws samples,
     `samples` are the controller's.
     """
-    marks = {name: value for name, value in locals().items() if name != "protocol"}
-    marks["optional"] = (optional,) if isinstance(optional, str) else optional
+
     if isinstance(protocol, str):
         one_of("protocol", protocol, tuple(PROTOCOLS))
         protocol = PROTOCOLS[protocol]
@@ -145,9 +146,19 @@ def register(
                 "name the argument otherwise, such as call_timeout_s",
             )
         method.__operation__ = Operation(  # type: ignore[attr-defined]
-            **marks,
             name=method.__name__,
             protocol=protocol,
+            reads=reads,
+            optional=(optional,) if isinstance(optional, str) else optional,
+            writes=writes,
+            minibatched=minibatched,
+            updates=updates,
+            samples=samples,
+            generates=generates,
+            check=check,
+            check_model=check_model,
+            check_columns=check_columns,
+            by_hand=by_hand,
             signature=signature.replace(parameters=parameters),
             hints=_hints(method, signature),
             doc=inspect.getdoc(method) or "",
@@ -158,6 +169,7 @@ def register(
 
 
 def operations(worker_class: type) -> dict[str, Operation]:
+    """The operations of a worker class, by name."""
     found = {}
     for name in dir(worker_class):
         operation = getattr(getattr(worker_class, name), "__operation__", None)
