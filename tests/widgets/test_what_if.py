@@ -40,7 +40,7 @@ def test_the_frame_is_what_searches_find() -> None:
     ].values:
         links = {"inside_bytes_s": speed * A100.inside_bytes_s, "machine_bytes_s": speed * A100.machine_bytes_s}
         best, other, *_ = wb.mapping.search(shown.grid.models, devices=16, hardware=replace(A100, **links),
-                                            workload=replace(REMAX, response_tokens=tokens), granularity=2)  # fmt: skip
+                                            workload=replace(REMAX, response_tokens=tokens))  # fmt: skip
         slower = other.iteration_s / best.iteration_s - 1
         assert found == [words(best), pytest.approx(best.iteration_s), words(other), pytest.approx(slower)]
 

@@ -29,7 +29,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "devices": (8, 16, 32, 64, 96, 128), "link_speed": (0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
     "response_tokens": (256, 512, 1024, 2048, 4096, 8192), "model": SIZES,
 }  # fmt: skip
-COARSE, FINE, FINEST = 4, 8, 64  # parts of the devices of which allocations are multiples, at least
+COARSE, FINE = 4, 64  # parts of the devices of which allocations are multiples, at least
 NOTHING, TOGETHER, AS_GIVEN = "nothing fits", "all together", "as given"
 BOX = "padding:2px 3px;font-size:12px;white-space:nowrap;text-align:center;line-height:1.3;border:3px solid"
 Point = tuple[Any, ...]  # a value of each axis
@@ -94,13 +94,13 @@ class PlacementMap:
 
     def refine(self, point: Point, across: str, up: str) -> Iterator[None]:
         """Search, a point at a time, in stages: the given one; every fourth row and column, then every second; the
-        given one as finely as it will be; all others; all once more in smaller parts."""
+        given one in smaller parts; all others; all in smaller parts."""
         every, wide = self.points(point, across, up), len(self.steps[across])
         y, x = divmod(every.index(point), wide)
         fourth, second = ([one for n, one in enumerate(every) if (n // wide - y) % k == (n % wide - x) % k == 0]
                           for k in (4, 2))  # fmt: skip
         stages = [point], fourth, second, [point], every, every
-        for points, parts in zip(stages, (COARSE, COARSE, COARSE, FINEST, COARSE, FINE), strict=True):
+        for points, parts in zip(stages, (COARSE, COARSE, COARSE, FINE, COARSE, FINE), strict=True):
             for one in points:
                 if one not in self._found or self._found[one][0] < parts:
                     new = parts, self._search(one, parts)  # while another thread may have found a finer answer
