@@ -22,10 +22,10 @@ TRAINED = ("actor", "critic", "reference")
 PLACEMENTS = {
     "one device": wb.Placement.colocate(1),
     "two replicas": wb.Placement.colocate(2),
+    "split": wb.Placement.split(2),
     "two tensor ranks": wb.Placement.colocate(2, dict.fromkeys(TRAINED, (1, 2, 1))),
     "three tensor ranks": wb.Placement.colocate(3, dict.fromkeys(TRAINED, (1, 3, 1))),
     "two stages": wb.Placement.colocate(2, dict.fromkeys(TRAINED, (2, 1, 1))),
-    "split": wb.Placement.split(2),
     "critic apart": wb.Placement.of({"policy": (1, ["actor", "reference", "reward"]), "critic": (1, ["critic"])}),
     "actor apart": wb.Placement.of({"actor": (1, ["actor", "reward"]), "rest": (1, ["critic", "reference"])}),
     "policy on two": wb.Placement.of({"policy": (2, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])}),
@@ -33,7 +33,7 @@ PLACEMENTS = {
         {"actor": (1, ["actor"]), "critic": (1, ["critic"]), "scorers": (1, ["reference", "reward"])}
     ),
 }
-CALIBRATED = 3  # under the first of them that the model can have: one of the two with tensor ranks
+CALIBRATED = 3  # under the first of them
 
 
 def main() -> None:

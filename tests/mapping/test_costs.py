@@ -65,8 +65,9 @@ def test_terms_of_a_pass_and_of_training(actor: RoleModel) -> None:
     products = 2 * tokens * 32 * layer / 312e12
     passed = 32 * tokens * 2 * (14 * 4096 + (2 * 8192 + 3 * 11008) / 4) / 2.039e12
     attention = 4 * 32 * 4096 / 4 * tokens * 1024 / 312e12
-    head = 2 * tokens * 32000 * 4096 / 4 / 312e12
-    assert infer.passes == pytest.approx((micro + 1) * ((products + passed + attention) / 2 + head))
+    head = tokens * 32000 * 4096 / 4 / 312e12  # of responses, which are half of the tokens
+    whole = products + passed + attention
+    assert infer.passes == pytest.approx(whole + head + (micro - 1) * (whole / 2 + head))
     reduce_s = min(2 * 3 / 4 * 4096 * 4096 * 2 / 300e9 + 6 * 4e-6, 2 * 4096 * 4096 * 2 / 300e9 + 4 * 4e-6)
     sent_s = 4096 * 4096 * 2 / 300e9 + 4e-6
     assert infer.links == pytest.approx((micro + 1) * (2 * 16 * reduce_s + sent_s))
@@ -75,11 +76,10 @@ def test_terms_of_a_pass_and_of_training(actor: RoleModel) -> None:
     assert waits.passes == pytest.approx(infer.passes + 16 * (micro + 1) * 7e-5)
     train = model.train(actor, layout)
     # forward, recomputed, backward: twice the products, 2.5 times the attention
-    stage = (
-        2 * ((products + passed + attention) / 2 + head) + (2 * products + 2 * passed + 2.5 * attention) / 2 + 2 * head
-    )
+    back = 2 * products + 2 * passed + 2.5 * attention
+    first, slowest = 2 * whole + back + 4 * head, (2 * whole + back) / 2 + 4 * head
     own = actor.elements / 8
-    assert train.passes == pytest.approx(8 * ((micro / 8 + 1) * stage + 28 * own / 2.039e12))
+    assert train.passes == pytest.approx(8 * (first + (micro / 8 - 1) * slowest + 28 * own / 2.039e12))
     # the data ring spans both machines: 8 rings share one network
     summed = min(2 * 1 / 2 * 4 * own / (25e9 / 8) + 2 * 25e-6, 2 * 4 * own / (25e9 / 8) + 2 * 25e-6)
     links = (micro / 8 + 1) * (6 * 16 * reduce_s + 2 * sent_s) + summed
@@ -87,8 +87,8 @@ def test_terms_of_a_pass_and_of_training(actor: RoleModel) -> None:
     assert train.calls == 16
     # a cluster's engine sums and scatters gradients, gathers bfloat16 weights, and steps its part of the optimizer
     cluster = CostModel(even(), replace(WORK, engine="cluster")).train(actor, layout, again=False)
-    kept = stage - ((products + passed + attention) / 2 + head)
-    assert cluster.passes == pytest.approx(8 * ((micro / 8 + 1) * kept + 28 * own / 2 / 2.039e12))
+    first, slowest = whole + back + 6 * head, (whole + back) / 2 + 6 * head  # its head has all tokens
+    assert cluster.passes == pytest.approx(8 * (first + (micro / 8 - 1) * slowest + 28 * own / 2 / 2.039e12))
     moved = 1 / 2 * (4 + 2) * own / (25e9 / 8) + 2 * 25e-6
     assert cluster.links == pytest.approx(8 * ((micro / 8 + 1) * (4 * 16 * reduce_s + 2 * sent_s) + moved))
 

@@ -16,10 +16,10 @@ measured spans, or published figures, give them by least squares (`calibration`)
 A pass of a micro-batch through a stage takes the seconds of its products (`products`), of attention (4 operations a
 query element and token that is seen) and of norms, sums and activations, which are bound by memory. A backward pass has
 two products for each of the forward pass, 2.5 times its attention, and all forward work once more where activations are
-recomputed. A pipeline of p stages takes m + p - 1 times its slowest stage for m micro-batches (1F1B; Narayanan et al.
-2021, arXiv:2104.04473, section 2.2); the last has the head. A decoding step multiplies one token of each row that is
-under way: its products are bound by reading the weights or by computing, whichever takes longer, as shapes say; keys
-and values are read beside them.
+recomputed. m micro-batches take a pipeline one pass through all stages and m - 1 through the slowest, the last, which
+has the head (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A decoding step multiplies one token of each
+row that is under way: its products are bound by reading the weights or by computing, whichever takes longer, as shapes
+say; keys and values are read beside them.
 
 The constants of the cost model from what calls really took: least squares of relative errors, none below zero.
 """
@@ -130,7 +130,7 @@ class CostModel:
             streamed = role.layers * self._streamed(tokens * item * self._passed(role, t))
             rate = self.hardware.flop_s(self.workload.dtype) * self.hardware.products.attention_share
             attention = 4.0 * role.layers * role.queries / t * tokens * context / rate
-            ends = sum(count * self._product(tokens, n, k, item) for (n, k), count in head.items())
+            ends = sum(count * self._product(self._headed(tokens), n, k, item) for (n, k), count in head.items())
             self._known[key] = multiplied + streamed, attention, ends
         return self._known[key]
 
@@ -155,19 +155,24 @@ class CostModel:
         if key not in self._known:
             item, adapted = role.frozen_bytes, role.adapter is not None
             seconds = []
-            for cut in matrices(role, t):
-                of_inputs = sum(count * self._product(tokens, k, n, item) for (n, k), count in cut.items())
-                of_weights = sum(count * self._product(n, k, tokens, item) for (n, k), count in cut.items())
+            for cut, rows in zip(matrices(role, t), (tokens, self._headed(tokens)), strict=True):
+                of_inputs = sum(count * self._product(rows, k, n, item) for (n, k), count in cut.items())
+                of_weights = sum(count * self._product(n, k, rows, item) for (n, k), count in cut.items())
                 seconds.append(of_inputs + (0.0 if adapted else of_weights))
             multiplied, ends = seconds
             streamed = 2 * role.layers * self._streamed(tokens * item * self._passed(role, t))
             self._known[key] = multiplied + streamed, 2.5 * self._forward(role, t, tokens, context)[1], ends
         return self._known[key]
 
-    def _stage(self, layout: Layout, parts: tuple[float, float, float]) -> float:
-        """Seconds of a micro-batch in the slowest stage: the last, which has the head."""
+    def _headed(self, tokens: int) -> int:
+        """Tokens that reach the head: in this workbench those of responses."""
+        work = self.workload
+        return max(1, round(tokens * work.mean_response / work.row_tokens)) if work.engine == "workbench" else tokens
+
+    def _pipeline(self, layout: Layout, micro: int, parts: tuple[float, float, float]) -> float:
+        """Seconds of micro-batches: one through all stages, the others after it through the last, with the head."""
         layers, attention, head = parts
-        return (layers + attention) / layout.p + head
+        return layers + attention + head + (micro - 1) * ((layers + attention) / layout.p + head)
 
     def _all_reduce(self, nbytes: Any, ranks: int, stride: int) -> Any:
         """Of a ring, 2 (r-1)/r n / bandwidth + 2 (r-1) hops, or of a pair of trees, 2 n / bandwidth + 2 log2 r hops,
@@ -214,9 +219,9 @@ class CostModel:
         if role.engine == "zero3":
             own = role.elements / layout.t * role.frozen_bytes
             gathered = micro * self._gather(own, layout.d, layout.t)
-        stage_s = self._stage(layout, self._forward(role, layout.t, tokens, work.mean_context))
+        passed_s = self._pipeline(layout, micro, self._forward(role, layout.t, tokens, work.mean_context))
         return Terms(
-            passes=slots * stage_s + self._starts(role.layers / layout.p * slots),
+            passes=passed_s + self._starts(role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 2) + gathered,
             calls=layout.size,
         )
@@ -228,7 +233,7 @@ class CostModel:
         again = role.training.activation_checkpointing if again is None else again
         forward = self._forward(role, layout.t, tokens, work.mean_context)
         backward = self._backward(role, layout.t, tokens, work.mean_context)
-        stage_s = (1 + again) * self._stage(layout, forward) + self._stage(layout, backward)
+        passed_s = (1 + again) * self._pipeline(layout, micro, forward) + self._pipeline(layout, micro, backward)
         own = role.trained_elements / (layout.p * layout.t)
         stride = layout.p * layout.t
         summed = self._all_reduce(4 * own, layout.d, stride)
@@ -240,7 +245,7 @@ class CostModel:
                 summed += (2 + again) * micro * gathered
         stepped = self._streamed(OPTIMIZER_BYTES * own / (layout.d if sharded else 1))
         return Terms(
-            passes=slots * stage_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
+            passes=passed_s + stepped + self._starts((2 + again) * role.layers / layout.p * slots),
             links=self._links(role, layout, tokens, slots, 6 if again else 4) + summed,
         ) * (work.updates * work.epochs) + Terms(calls=layout.size)
 
