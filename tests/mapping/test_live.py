@@ -29,7 +29,7 @@ def test_a_prediction_is_drawn_above_what_was_measured_and_coloured_by_its_error
         assert row["start_s"] - rows[first]["start_s"] == pytest.approx(begun[call] - begun[first], abs=1e-4)
         assert row["end_s"] - row["start_s"] == pytest.approx(frame.loc[call, "measured_s"])
         assert row["error"] == frame.loc[call, "error"]
-    twice = {first: (0.0, 2 * frame.loc[first, "predicted_s"])}
+    twice = {first: (0.0, 2 * float(frame["predicted_s"][first]))}
     drawn = replace(told, measured=twice)._repr_html_()
     assert drawn.count("s measured, error -50%") == 2  # of the predicted and of the measured bar
     assert drawn.count(f'fill="{error_style(-0.5).colour}"') == 2  # in the legend, and the bar

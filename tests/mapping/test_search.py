@@ -389,8 +389,7 @@ def test_plans_are_such_as_engines_take() -> None:
                      workload=Workload(), t_g=2)  # fmt: skip
     assert groups.t_g == 2
     assert "transition" not in {call.name for role in groups.sets[0].roles for call in role.calls}
-    odd = search(four("llama-7b"), devices=129)
-    assert odd.best.devices == 129
+    assert search(four("llama-7b"), devices=129).best.devices == 129
 
 
 def test_what_ran_fits() -> None:
