@@ -11,7 +11,7 @@ import workbench as wb
 from tests.cases import tiny_lab
 from workbench.display.palette import error_style
 from workbench.errors import BadInput
-from workbench.session.predicting import START
+from workbench.session.predicting import BETWEEN, START
 
 
 def test_a_prediction_is_drawn_above_what_was_measured_and_coloured_by_its_error(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_prediction_is_drawn_above_what_was_measured_and_coloured_by_its_error
     rows = {row["stage"]: row for row in told.timeline().rows if row["device"] == "measured"}
     assert [row["device"] for row in told.timeline().summary] == ["predicted", "measured"]
     begun = spans[(spans["kind"] == "compute") & (spans["parent"] == "")].groupby("stage")["start_s"].max()
-    assert set(rows) == set(frame.index) - {"iteration"}
+    assert set(rows) == set(frame.index) - {"iteration", BETWEEN}
     for call, row in rows.items():
         assert row["start_s"] - rows[first]["start_s"] == pytest.approx(begun[call] - begun[first], abs=1e-4)
         assert row["end_s"] - row["start_s"] == pytest.approx(frame.loc[call, "measured_s"])
@@ -49,9 +49,12 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         told = lab.predict()
         frame = told.frame().set_index("call")
         calls = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic",
-                 "update_actor", "iteration"}  # fmt: skip
+                 "update_actor", BETWEEN, "iteration"}  # fmt: skip
         assert set(frame.index) == calls
         assert (frame["measured_s"] > 0).all()
+        assert frame["measured_s"].drop("iteration").sum() == pytest.approx(frame.loc["iteration", "measured_s"])
+        assert frame["predicted_s"].drop("iteration").sum() == pytest.approx(told.iteration_s)
+        assert frame.loc[BETWEEN, "error"] == pytest.approx(0)  # of one iteration
         spans = lab.spans()
         last = spans[(spans["stage"] == "update_actor") & (spans["kind"] == "compute")].iloc[-1]
         assert frame.loc["update_actor", "measured_s"] == pytest.approx(last["duration_s"])
@@ -85,7 +88,8 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         assert ahead.placement.has_rollout and ahead.workload.ahead == 1
         again = [lab.predict(ahead.placement, staleness=k) for k in (0, 1)]
         waiting, beside = (sum(one.plan.stage_s.values()) for one in again)
-        assert again[1].plan.iteration_s < again[0].plan.iteration_s == pytest.approx(waiting) and beside > 0
+        assert again[1].plan.iteration_s < again[0].plan.iteration_s and beside > 0
+        assert again[0].plan.iteration_s == pytest.approx(waiting + lab.calibration.between_s)
         assert again[1].frame().set_index("call").loc["generate_sequences", "role"] == "rollout"
         assert "error" in told._repr_html_()
         grpo = wb.GRPO(lab, prompts=4, samples=2, sampling=wb.Sampling(max_new_tokens=4))  # calls no critic

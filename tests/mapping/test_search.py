@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import NormalDist
@@ -400,7 +401,56 @@ def test_what_ran_fits() -> None:
     own = Workload(engine="workbench")
     with expect_error(BadInput, rule="no layout was found that fits") as refused:
         search(four("llama-70b"), devices=96, placement="split", granularity=8, workload=own)
-    assert 'engine="cluster"' in str(refused.value)  # what would fit is named
+    assert "Workload(engine='cluster')" in str(refused.value)  # what would fit is named
+
+
+def fit(devices: int, **options: Any) -> bool:
+    try:
+        return bool(search(four("llama-13b"), devices=devices, **options))
+    except BadInput:
+        return False
+
+
+@pytest.mark.parametrize("workload", [
+    Workload(),
+    Workload(engine="workbench", rows=64),
+    Workload(training=wb.Training(micro_batch_tokens=100_000)),
+    Workload(algorithm="ppo", response_tokens=30_000, training=wb.Training(engine="torch")),
+], ids=["cluster", "workbench", "deepspeed", "long"])  # fmt: skip
+def test_what_is_named_where_nothing_fits_would_fit(workload: Workload) -> None:
+    with expect_error(BadInput, rule="no layout was found that fits", remedy="they fit") as refused:
+        search(four("llama-13b"), devices=2, workload=workload)
+    for told in refused.value.remedy.removeprefix("with ").removesuffix(" they fit").split(", or "):
+        found = re.fullmatch(r"(?:Workload(?P<changes>.*\)))?(?: on )?(?:(?P<count>\d+) devices)?", told)
+        assert found is not None
+        changed, count = eval(f"dict{found['changes'] or '()'}", {"wb": wb}), int(found["count"] or 2)
+        assert fit(count, workload=replace(workload, **changed)), told
+        assert count == 2 or not fit(count - 1, workload=replace(workload, **changed)), told
+
+
+def test_a_long_row_is_named_where_it_takes_the_room() -> None:
+    with expect_error(BadInput, rule="2,001,024 tokens takes at least", remedy="take shorter rows"):
+        search(four("llama-7b"), devices=16, workload=Workload(response_tokens=2_000_000))
+
+
+def test_a_placement_that_does_not_fit_says_so() -> None:
+    best = search(four("llama-7b"), devices=16, granularity=8).best
+    small, room = predict(Placement.split(4), four("llama-7b")), predict(best.placement, four("llama-7b"), t_g=best.t_g)
+    assert (small.fits, room.fits) == (False, True)
+    for text in (repr(small), small.why, small._repr_html_()):
+        assert "not fit" in text
+    assert "not fit" not in repr(room) + room.why + room._repr_html_()
+    assert not replace(best, hardware=replace(best.hardware, memory_bytes=best.memory_bytes)).fits
+
+
+def test_functions_are_not_placed_and_cost_nothing() -> None:
+    models = {**four("llama-7b"), "reward": None}
+    best = search(models, devices=8, granularity=4).best
+    assert [
+        call for one in best.sets for role in one.roles for call in role.calls if call.name == "compute_reward"
+    ] == []
+    assert "reward" in best.placement.roles
+    assert predict(best.placement, models, t_g=best.t_g).iteration_s == pytest.approx(best.iteration_s)
 
 
 def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:

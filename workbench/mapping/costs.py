@@ -11,17 +11,15 @@
 
 The first three are what the hardware's measured rates give for isolated kernels and collectives, so that their
 constants are close to 1: how many times as long it takes within a model. The sum is linear in the constants, so that
-measured spans, or published figures, give them by least squares (`calibration`).
+measured spans, or published figures, give them by least squares of relative errors, none below zero (`fit`).
 
-A pass of a micro-batch through a stage takes the seconds of its products (`products`), of attention (4 operations a
+A pass of a micro-batch through a stage takes the seconds of its products (`hardware`), of attention (4 operations a
 query element and token that is seen) and of norms, sums and activations, which are bound by memory. A backward pass has
 two products for each of the forward pass, 2.5 times its attention, and all forward work once more where activations are
 recomputed. m micro-batches take a pipeline one pass through all stages and m - 1 through the slowest, the last, which
 has the head (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A decoding step multiplies one token of each
 row that is under way: its products are bound by reading the weights or by computing, whichever takes longer, as shapes
 say; keys and values are read beside them.
-
-The constants of the cost model from what calls really took: least squares of relative errors, none below zero.
 """
 
 from __future__ import annotations
@@ -252,8 +250,7 @@ class CostModel:
     def row_bytes(self, role: RoleModel, t_g: int) -> float:
         """Bytes of keys and values of the longest row on one device; key-value heads that are fewer than ranks are
         copied."""
-        longest = self.workload.prompt_tokens + max(self.workload.lengths)
-        return role.kv_bytes_per_token * longest / min(t_g, role.key_heads)
+        return role.kv_bytes_per_token * self.workload.longest_row / min(t_g, role.key_heads)
 
     def replica_rows(self, devices: int, t_g: int) -> int:
         """Rows of the generation replica that has most."""
@@ -374,8 +371,11 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     return Constants(*(float(value) for value in found * scale))
 
 
-def spread(samples: Mapping[tuple[str, int, str], Sample], start: Constants) -> float:
+def spread(
+    samples: Mapping[tuple[str, int, str], Sample], between_s: Mapping[tuple[str, int], float], start: Constants
+) -> float:
     """The relative error to expect of the prediction of an iteration. samples: by placement, iteration and call.
+    between_s: by placement and iteration, the time in which no call ran.
 
     Each placement's iterations are predicted by constants that are fitted to the samples of the others: the root mean
     square of log(predicted / measured). With one placement there are no others, and it is that of single calls, by
@@ -385,10 +385,11 @@ def spread(samples: Mapping[tuple[str, int, str], Sample], start: Constants) -> 
     errors: list[float] = []
     for left_out in placements if len(placements) > 1 else ():
         constants = fit([sample for key, sample in samples.items() if key[0] != left_out], start)
-        sums: dict[int, tuple[float, float]] = {}
+        others_s = float(np.mean([taken for (placement, _), taken in between_s.items() if placement != left_out]))
+        sums = {n: (others_s, taken) for (placement, n), taken in between_s.items() if placement == left_out}
         for (placement, iteration, _), sample in samples.items():
             if placement == left_out:
-                predicted, measured = sums.get(iteration, (0.0, 0.0))
+                predicted, measured = sums[iteration]
                 sums[iteration] = predicted + constants.seconds(sample.terms), measured + sample.seconds
         errors += [math.log(predicted / measured) for predicted, measured in sums.values()]
     if not errors:

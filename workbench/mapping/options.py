@@ -60,8 +60,8 @@ class RoleOptions:
         self.strategy, self._t_g, self._by_call = strategy, t_g, by_call
         self.calls = model.workload.of(name)
         # generation's memory is counted by the search; a row that is longer than a micro-batch goes alone
-        longest = model.workload.prompt_tokens + max(model.workload.lengths)
-        training = replace(role.training, micro_batch_tokens=max(role.micro_batch_tokens, longest))
+        self.tokens_bound = max(role.micro_batch_tokens, model.workload.longest_row)
+        training = replace(role.training, micro_batch_tokens=self.tokens_bound)
         self._alone = replace(role, generation=None, training=training)
         self._running = replace(self._alone, trained=False)
         self._found: dict[int, tuple[Option, ...]] = {}
@@ -261,6 +261,12 @@ class RoleOptions:
         lasting, passing, optimizer = found
         return lasting - optimizer // replicas + math.ceil(optimizer / layout.d), passing
 
+    def passing_bytes(self, devices: int) -> int:
+        """What its longest row, or micro-batch, takes of a device at least, where it is cut as far as it may be."""
+        layouts = self.layouts(1 << devices.bit_length() - 1, fit=False)
+        cached = min(self.model.row_bytes(self.role, one.t) for one in layouts) if self.generates else 0
+        return max(math.ceil(cached), min((self._held(one, self.agains[-1]) or (0, 0))[1] for one in layouts))
+
     def generation_bytes(self, t_g: int) -> int:
         """Of the generation engine's weights on one device."""
         return math.ceil(self.role.elements * self.role.frozen_bytes / t_g)
@@ -276,7 +282,7 @@ class RoleOptions:
         """Rows of a replica by those that its cache holds at a time, up to the next eighth; 0 where the longest does
         not fit. A row is held while it grows, so that in the mean it has half its response."""
         work, longest = self.model.workload, self.model.row_bytes(self.role, t_g)
-        share = (work.prompt_tokens + work.mean_response / 2) / (work.prompt_tokens + max(work.lengths))
+        share = (work.prompt_tokens + work.mean_response / 2) / work.longest_row
         rows = self.model.replica_rows(devices, t_g)
         held = np.maximum(cache_bytes, longest) / (longest * share)
         waves = np.ceil(WAVE_PARTS * np.maximum(1.0, rows / held)) / WAVE_PARTS

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,18 @@ class SetPlan:
     @property
     def memory_bytes(self) -> int:
         """Most that is held on one of its devices at a time, without the cache, which takes what is left."""
-        lasting = sum(role.lasting_bytes for role in self.roles)
         generating = max(role.generation_bytes for role in self.roles)
-        return lasting + max(generating, *(role.passing_bytes for role in self.roles))
+        return self._lasting_bytes + max(generating, *(role.passing_bytes for role in self.roles))
+
+    @property
+    def cached_bytes(self) -> int:
+        """What is held while it generates, with the cache."""
+        generating = max(role.generation_bytes for role in self.roles)
+        return self._lasting_bytes + generating + (self.cache_bytes if generating else 0)
+
+    @property
+    def _lasting_bytes(self) -> int:
+        return sum(role.lasting_bytes for role in self.roles)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +181,17 @@ class Plan:
     def idle_share(self) -> float:
         """The share of the time of all devices, unused ones among them, in which they are idle."""
         busy = sum(one.devices * one.seconds(stage) for one in self.sets for stage in STAGES)
-        return 1 - busy / (self.devices * self.iteration_s)
+        return max(0.0, 1 - busy / (self.devices * self.iteration_s))
 
     @property
     def memory_bytes(self) -> int:
         """Of the fullest device, see `SetPlan.memory_bytes`."""
         return max(one.memory_bytes for one in self.sets)
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has room for its models, what they compute, and a cache of one row."""
+        return max(self.memory_bytes, *(one.cached_bytes for one in self.sets)) <= self.hardware.usable_bytes
 
     def memory(self) -> pd.DataFrame:
         """One row a role: its set and devices, whether it recomputes activations, and bytes of each device by use. What
@@ -201,6 +216,8 @@ class Plan:
         text = "; ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
         if self.used < self.devices:
             text += f", {self.devices - self.used} of {self.devices} all of it"
+        if not self.fits:
+            text += f"; it does not fit: devices have {bytes_text(self.hardware.usable_bytes)} for models, see memory()"
         if other is None:
             return text + "."
         gap = {stage: seconds - other.stage_s[stage] for stage, seconds in self.stage_s.items()}
@@ -233,14 +250,27 @@ class Plan:
                 "throughput_tokens_per_s": self.throughput_tokens_per_s, "idle_share": self.idle_share,
                 "memory_bytes": self.memory_bytes, "devices": self.used, "why": self.why}  # fmt: skip
 
+    def shown(self) -> dict[str, Any]:
+        """A row, as people read it."""
+        stages = {stage: seconds_text(seconds) for stage, seconds in self.stage_s.items()}
+        memory = f"{bytes_text(self.memory_bytes)}{'' if self.fits else ', does not fit'}"
+        return {"plan": describe(self), "iteration": seconds_text(self.iteration_s), **stages,
+                "tokens/s": f"{self.throughput_tokens_per_s:,.0f}", "idle": f"{self.idle_share:.0%}",
+                "memory": memory}  # fmt: skip
+
     def __repr__(self) -> str:
-        return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} an iteration>"
+        told = "" if self.fits else ", but it does not fit"
+        return f"<Plan {describe(self)}: {seconds_text(self.iteration_s)} an iteration{told}>"
+
+    def _repr_html_(self) -> str:
+        where = f"{self.workload.algorithm} on {self.devices} devices ({self.hardware.name})"
+        return f"{table([self.shown()], caption=where)}<p>{escape(self.why)}</p>"
 
 
 def seconds_of(stages: Any, workload: Workload) -> Any:
     """Seconds of an iteration. stages: of each of `STAGES`, as numbers or arrays."""
     generation, *others = stages
-    return np.maximum(generation, sum(others)) if workload.ahead else generation + sum(others)
+    return workload.between_s + (np.maximum(generation, sum(others)) if workload.ahead else generation + sum(others))
 
 
 def gap_of(times: float) -> float:
@@ -340,15 +370,6 @@ class Plans:
             **({} if self.chance is None else {"chance": self.chance}),
         }
 
-    def _rows(self) -> list[Mapping[str, Any]]:
-        rows: list[Mapping[str, Any]] = []
-        for plan in self.plans:
-            stages = {stage: seconds_text(seconds) for stage, seconds in plan.stage_s.items()}
-            rows.append({"plan": describe(plan), "iteration": seconds_text(plan.iteration_s), **stages,
-                         "tokens/s": f"{plan.throughput_tokens_per_s:,.0f}", "idle": f"{plan.idle_share:.0%}",
-                         "memory": bytes_text(plan.memory_bytes)})  # fmt: skip
-        return rows
-
     def _caption(self) -> str:
         how = f"allocations in multiples of {self.granularity} devices, " if self.granularity > 1 else ""
         bound = f"at most {self.gap:.1%} from the best" if math.isfinite(self.gap) else "without a bound"
@@ -360,13 +381,13 @@ class Plans:
     def __repr__(self) -> str:
         lines = [
             "  " + "  ".join(str(value) if name == "plan" else f"{name} {value}" for name, value in row.items())
-            for row in self._rows()
+            for row in (plan.shown() for plan in self.plans)
         ]
         return "\n".join(filter(None, [self._caption(), *lines, self.best.why, self.advice]))
 
     def _repr_html_(self) -> str:
         told = "".join(f"<p>{text}</p>" for text in (self.best.why, self.advice) if text)
-        return table(self._rows(), caption=self._caption()) + told
+        return table([plan.shown() for plan in self.plans], caption=self._caption()) + told
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:

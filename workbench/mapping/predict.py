@@ -25,17 +25,19 @@ def predict(
     placement: Placement,
     models: Mapping[str, Any],
     *,
-    hardware: str | Hardware,
-    workload: Workload | str,
+    hardware: str | Hardware = "a100-80g",
+    workload: Workload | str = "ppo",
     constants: Constants | None = None,
     t_g: int = 1,
     strategy: str = "hybridflow",
 ) -> Plan:
-    """The plan of a placement. Whether it fits is not checked, see `search` and `estimate_memory`: a cache without room
-    for a row is taken to hold one. t_g: tensor ranks of generation. Raises `BadInput` for roles without a pool."""
+    """The plan of a placement, also of one that does not fit, which it says (`Plan.fits`): a cache without room for a
+    row is taken to hold one. The rest as of `search`; t_g: tensor ranks of generation. Raises `BadInput` for roles
+    without a pool."""
     check_placement(placement)
     constants, hardware = constants or Constants(), hardware_of(hardware)
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
+    workload = workload.with_models(models)
     placed = role_models(models, workload)
     options = options_of(placed, hardware, workload, constants, strategy=strategy, t_g=None, by_call=False)
     sets = []
@@ -52,7 +54,8 @@ def predict(
         )
     functions = tuple(role for role, model in models.items() if model is None)
     sets = [_sharing_cores(one, sets, hardware) for one in sets]
-    return Plan(tuple(sets), devices=placement.devices, workload=workload, hardware=hardware, functions=functions)
+    plan = Plan(tuple(sets), devices=placement.devices, workload=workload, hardware=hardware, functions=functions)
+    return replace(plan, why=plan.reason(None))
 
 
 def _sharing_cores(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) -> SetPlan:

@@ -1,4 +1,4 @@
-"""The rates of this machine's devices, measured in about two seconds: products by shape, memory, attention, starts."""
+"""The rates of this machine's devices, measured in about a second: products by shape, memory, attention, starts."""
 
 from __future__ import annotations
 

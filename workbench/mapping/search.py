@@ -19,22 +19,19 @@ mappings.
 
 The printed algorithm tries layouts for `t = t_min` up to a machine's devices and for each `p` from `p_min` up to
 `devices / machine`: none at all below a machine, and some whose sizes do not divide. Here every (p, t, d) is tried.
-
-What is said where nothing fits: the bytes, and the settings that would help, each of which has been tried.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants
@@ -43,6 +40,7 @@ from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.options import Option, RoleOptions, options_of, undominated
 from workbench.mapping.plan import Plan, Plans, gap_of, ranked, seconds_of
 from workbench.mapping.predict import set_plan, transfers
+from workbench.mapping.refusal import nothing_fits
 from workbench.mapping.workload import Workload, role_models
 from workbench.placement.role_model import RoleModel
 from workbench.settings.roles import ROLLOUT, check_role
@@ -52,80 +50,13 @@ from workbench.support.validation import one_of, whole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-Fits = Callable[[Workload, Mapping[str, RoleModel], int], bool]
-TIMES = (2, 4, 8)  # as many devices as were asked about
-
-
-def nothing_fits(options: Mapping[str, RoleOptions], devices: int, placement: str, unit: int, fits: Fits) -> BadInput:
-    """The error. unit: devices that allocations are multiples of. fits: whether something would fit."""
-    model = next(iter(options.values())).model
-    roles, hardware = {name: one.role for name, one in options.items()}, model.hardware
-    sizes = range(unit, devices + 1, unit)
-    if unit > 1 and not any(one.layouts(n, fit=False) for n in sizes for one in options.values()):
-        return BadInput(
-            f"granularity={unit}", f"no layout cuts these models over {unit} devices, or a multiple up to {devices}",
-            "take one that divides a machine's devices, or leave it out",
-        )  # fmt: skip
-    needs = {name: role.elements * (16 if role.trained else role.frozen_bytes) for name, role in roles.items()}
-    told = ", ".join(f"{name} {bytes_text(n)}" for name, n in needs.items())
-    remedies = settings_that_fit(fits, model.workload, roles, devices)
-    return BadInput(
-        f"{len(roles)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
-        f"placement {placement!r}",
-        f"no layout was found that fits: weights, gradients and optimizers take {bytes_text(sum(needs.values()))} "
-        f"({told}), and the devices have {bytes_text(devices * hardware.usable_bytes)} for them",
-        f"with {', or '.join(remedies)} they fit" if remedies else "take smaller models, or many more devices",
-    )
-
-
-def settings_that_fit(fits: Fits, workload: Workload, roles: Mapping[str, RoleModel], devices: int) -> list[str]:
-    """What to write so that the models fit, as sentences: each setting that is enough by itself, or all of them
-    together, and how many devices are enough without any."""
-    changes = list(_changes(workload, roles))
-    found = [text for text, *change in changes if fits(*_changed(workload, roles, *change), devices)]
-    if not found and len(changes) > 1:
-        every = workload, roles
-        for _, *change in changes:
-            every = _changed(*every, *change)
-        if fits(*every, devices):
-            found.append(" and ".join(text for text, *_ in changes))
-    count = next((times * devices for times in TIMES if fits(workload, roles, times * devices)), None)
-    return found if count is None else [*found, f"{count} devices"]
-
-
-def _changes(
-    workload: Workload, roles: Mapping[str, RoleModel]
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(what to write, changes of the workload, of the settings of training)."""
-    trained = [role for role in roles.values() if role.trained]
-    if workload.engine == "workbench" and any(role.engine == "torch" for role in trained):
-        yield 'Workload(engine="cluster"), whose optimizer is cut over replicas', {"engine": "cluster"}, {}
-    if not workload.take_turns and len(roles) > 1:
-        yield "Workload(take_turns=True), with idle roles in host memory", {"take_turns": True}, {}
-    if not all(role.training.activation_checkpointing for role in trained):
-        yield "Training(activation_checkpointing=True)", {}, {"activation_checkpointing": True}
-    longest = workload.prompt_tokens + max(workload.lengths)
-    if any(role.micro_batch_tokens > longest for role in roles.values()):
-        yield f"Training(micro_batch_tokens={longest})", {}, {"micro_batch_tokens": longest}
-    if any(role.engine in ("zero0", "zero1", "zero2") for role in trained):
-        yield "Training(zero_stage=3)", {}, {"zero_stage": 3}
-
-
-def _changed(
-    workload: Workload, roles: Mapping[str, RoleModel], changes: dict[str, Any], settings: dict[str, Any]
-) -> tuple[Workload, Mapping[str, RoleModel]]:
-    changed = {name: replace(role, training=replace(role.training, **settings)) for name, role in roles.items()}
-    return replace(workload, training=replace(workload.training, **settings), **changes), changed
-
-
 MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
 MOST_EXACT = 2048  # devices up to which seconds are not rounded
 ROUGH = math.log(1.01)  # of the logarithm of seconds, where they are
 FEW_SIZES, FINER = 8, 4  # sizes that are tried without a plan that bounds them; how much finer the next multiples are
 MOST_PAIRS = 100_000  # of rows that are weighed at a time
 SLACK = 1e-9  # relative, of what is compared: far above what summing in another order changes
-COARSE = 16  # allocations of each set that are tried to tell whether a setting makes a placement fit
+TIMES, HALVES = 8, 16  # as many devices at most, and steps between half and all of them, are tried where nothing fits
 POLICY = ("actor", "reference")
 Named = Literal["auto", "colocate", "split", "standalone"]
 
@@ -157,16 +88,17 @@ def search(
     """The plans for these models on so many devices, the quickest first: the best of each partition of the roles.
 
     models: role -> size preset ("llama-7b", ...), a model's name or folder, a transformers config; None: a function,
-    which is not placed. hardware, workload: presets by name, or as described. placement: only this one of the named
-    placements: "split" gives each half of the devices. granularity: devices that allocations are multiples of; None:
-    1 up to 16,384 devices. A plan may leave devices idle. With a granularity of 1 the best plan is the best there is up
-    to 2048 devices, and beyond within 1 % of it: see `Plans.gap`. strategy: of the transition, as of `wb reshard`. t_g:
-    tensor ranks of generation; None: the best. by_call: generation, forward passes and training of a role each have a
-    layout of their own, to which weights are copied each iteration (ReaLHF's question, arXiv:2406.14088); such a plan
-    is no placement of a workbench yet. uncalled: models of roles that the workload does not call are placed as well,
-    and take memory; else they are refused. dependencies: a call also waits for calls of its own stage whose rows it
-    reads; each partition's best plan is then weighed by its simulation, and the answer is `exact` where the best of
-    them waits for none. constants: of the cost model, such as `lab.calibrate()` gives. top: so many plans.
+    which is not placed and costs nothing. hardware, workload: presets by name, or as described. placement: only this
+    one of the named placements: "split" gives each half of the devices, where none are rollout workers'. granularity:
+    devices that allocations are multiples of; None: 1 up to 16,384 devices. A plan may leave devices idle. With a
+    granularity of 1 the best plan is the best there is up to 2048 devices, and beyond within 1 % of it: see
+    `Plans.gap`. strategy: of the transition, as of `wb reshard`. t_g: tensor ranks of generation; None: the best.
+    by_call: generation, forward passes and training of a role each have a layout of their own, to which weights are
+    copied each iteration (ReaLHF's question, arXiv:2406.14088); such a plan is no placement of a workbench yet.
+    uncalled: models of roles that the workload does not call are placed as well, and take memory; else they are
+    refused. dependencies: a call also waits for calls of its own stage whose rows it reads; each partition's best plan
+    is then weighed by its simulation, and the answer is `exact` where the best of them waits for none. constants: of
+    the cost model, such as `lab.calibrate()` gives. top: so many plans.
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
@@ -179,12 +111,11 @@ def search(
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     if not isinstance(models, Mapping):
         raise BadInput(f"models={shown(models)}", "a model for each role", 'write {"actor": "llama-7b", ...}')
-    if "cost_critic" not in models:
-        workload = workload.with_roles(set(workload.roles) - {"cost_critic"})
     for role in models:
         check_role(role)
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
+    workload = workload.with_models(models)
     placed = role_models(models, workload)
     if not uncalled and (idle := [role for role in placed if role not in workload.roles]):
         raise BadInput(f"a model for {idle[0]}", f"{workload.algorithm} has no call of {idle[0]}",
@@ -197,28 +128,24 @@ def search(
         raise BadInput(f"granularity={unit}", f"there are {devices} devices", "take a smaller one")
     if (most := min(map(len, partitions))) * unit > devices:
         raise BadInput(f"placement {placement!r} on {devices} devices", f"{most} sets of at least {unit} each",
-                       "take more devices, or a smaller granularity")  # fmt: skip
+                       f"take more devices{', or a smaller granularity' * (unit > 1)}")  # fmt: skip
     if t_g is not None and machine.devices_per_machine % t_g:
         raise BadInput(f"t_g={t_g}", f"tensor ranks divide the {machine.devices_per_machine} devices of a machine")
     functions = tuple(role for role, model in models.items() if model is None)
 
-    def prepared(work: Workload, roles: Mapping[str, RoleModel], count: int) -> _Search:
+    def prepared(work: Workload, roles: Mapping[str, RoleModel]) -> _Search:
         options = options_of(roles, machine, work, constants, strategy=strategy, t_g=t_g, by_call=by_call)
-        return _Search(options, count, functions, halves=placement == "split")
+        return _Search(options, devices, functions, halves=placement == "split" and not alone)
 
-    one, steps = prepared(workload, placed, devices), [unit]
+    one, steps = prepared(workload, placed), [unit]
     while devices // steps[0] > FEW_SIZES and not one.halves:
         steps.insert(0, steps[0] * FINER)
     every: list[_Found] = [(None, math.inf)] * len(partitions)
     for step in steps:
         every = one.refine(partitions, step, every)
     if all(plan is None for plan, _ in every):
-
-        def fits(work: Workload, roles: Mapping[str, RoleModel], count: int) -> bool:
-            other, step = prepared(work, roles, count), max(unit, count // COARSE)
-            return any(other.refine([sets], step, [(None, math.inf)])[0][0] for sets in partitions)
-
-        raise nothing_fits(one.options, devices, placement, unit, fits)
+        raise nothing_fits(lambda *other: prepared(*other).fewest(partitions, unit), one.options, devices, placement,
+                           unit)  # fmt: skip
     found = ranked(replace(plan, dependencies=dependencies) for plan, _ in every if plan is not None)
     gap = math.inf if unit > 1 else gap_of(found[0].iteration_s / min(seconds for _, seconds in every))
     return Plans(
@@ -286,6 +213,23 @@ class _Search:
                 plan = other if plan is None or other.iteration_s < plan.iteration_s else plan
             better.append((plan, least_s))
         return better
+
+    def fewest(self, partitions: Sequence[Sets], unit: int) -> float:
+        """Devices on which the sets of a partition fit, found in steps of at most a sixteenth of them; infinite where
+        none was found up to `TIMES` as many as were asked about."""
+
+        def found(*sets: tuple[str, ...]) -> float:
+            last = unit
+            while not (fits := all(len(self._alone(one, last)[0]) for one in sets)) and last < TIMES * self.devices:
+                last *= 2
+            between = range(last // 2, last, max(unit, last // 2 // HALVES)) if last > unit else ()
+            near = (n for n in between if all(len(self._alone(one, n)[0]) for one in sets))
+            return next(near, last) if fits else math.inf
+
+        if self.halves:
+            return 2 * found(*partitions[0])
+        counts = {one: found(one) for one in dict.fromkeys(chain(*partitions))}
+        return min(sum(counts[one] for one in sets) for sets in partitions)
 
     def least(self, roles: tuple[str, ...], unit: int) -> NDArray[np.float64]:
         """[units + 1, 3]: seconds by stage than which a set on exactly so many units takes no less: the sum of what its

@@ -24,8 +24,8 @@ MOST_LANES = 8  # of one set: its devices all do the same
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning. stage_s: by stage,
-    from the end of those before to its own."""
+    """One iteration of a plan. spans: as a workbench records them, in seconds from its beginning, without the time
+    between calls. stage_s: by stage, from the end of those before to its own."""
 
     plan: Plan
     spans: tuple[Span, ...]
@@ -33,7 +33,7 @@ class Simulation:
 
     @property
     def iteration_s(self) -> float:
-        return max((span.end_s for span in self.spans), default=0.0)
+        return max((span.end_s for span in self.spans), default=0.0) + self.plan.workload.between_s
 
     def frame(self) -> pd.DataFrame:
         """The spans, one a row, with the columns of `lab.spans()`."""

@@ -132,17 +132,18 @@ class PlacementMap:
             name, text, tip = cells[near]["placement"], "\N{HORIZONTAL ELLIPSIS}<br>&nbsp;", "not searched yet"
             colour, short = self._looks(name)
             if near == n and name:
-                takes = "" if name == NOTHING else f"{cell['iteration_s']:,.0f} s"
+                takes = "" if name == NOTHING else seconds_text(cell["iteration_s"])
                 later = f" <small>+{cell['slower']:.0%}</small>" if cell["next"] else ""
                 text, tip = f"<b>{short}</b><br>{takes}{later}&nbsp;", f"{name} {takes}: {cell['why']}"
             if n % wide == 0:
                 rows.append({"": value_text(cell[up])})
-            style = f"{BOX} {'currentColor' if n == own else 'transparent'};background:{colour};width:80px"
+            style = f"{BOX} {'currentColor' if n == own else 'transparent'};background:{colour};width:100px"
             rows[-1][value_text(cell[across])] = Markup(f'<div style="{style}" title="{escape(tip)}">{text}</div>')
         key = ""
         for name, count in Counter(cells[n]["placement"] for n in known).most_common():
             colour, short = self._looks(name)
-            key += f'<div><span style="{BOX} transparent;background:{colour}">{short}</span> {name}: best in {count}'
+            told = f"in {count}" if name == NOTHING else f"best in {count}"
+            key += f'<div><span style="{BOX} transparent;background:{colour}">{short}</span> {name}: {told}'
         axes = f"{label(across)} \N{RIGHTWARDS ARROW}, {label(up)} \N{UPWARDS ARROW}"
         return table(rows, caption=f"best placement ({axes}), its iteration, how much slower the next is") + key
 

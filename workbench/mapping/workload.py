@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, ModelUnavailable
 from workbench.errors.plain_text import shown
 from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.roles import ROLLOUT, TRAINED_ROLES
 from workbench.settings.training import Training
-from workbench.support.validation import check_fields, one_of, whole
+from workbench.support.validation import at_least, check_fields, one_of, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -87,7 +87,8 @@ class Workload:
     states that are cut over the replicas; activations are recomputed only where they do not fit. "workbench": as
     `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
     their own, generate ahead, so that generation and training run at the same time. take_turns: whether the roles of a
-    device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`).
+    device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`). between_s:
+    seconds of an iteration in which no call runs: the controller, functions and arithmetic without a model.
     """
 
     algorithm: str = "ppo"
@@ -104,12 +105,14 @@ class Workload:
     engine: Literal["cluster", "workbench"] = "cluster"
     ahead: int = 0
     take_turns: bool = False
+    between_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
         for name in ("prompt_tokens", "rows", "updates", "epochs"):
             whole(f"Workload.{name}", getattr(self, name), 1)
         whole("Workload.ahead", self.ahead, 0)
+        at_least("Workload.between_s", self.between_s, 0)
         if not self.lengths:
             raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
         for length in self.lengths:
@@ -133,6 +136,10 @@ class Workload:
         """Lengths of responses: one, or the sample."""
         given = self.response_tokens
         return tuple(given) if isinstance(given, Iterable) else (given,)
+
+    @property
+    def longest_row(self) -> int:
+        return self.prompt_tokens + max(self.lengths)
 
     @cached_property
     def mean_response(self) -> float:
@@ -184,6 +191,11 @@ class Workload:
         kept = set(roles)
         return self.without(call.name for call in self.calls if call.role not in kept)
 
+    def with_models(self, models: Mapping[str, Any]) -> Workload:
+        """Without the calls of roles whose model is None, which are functions, nor of a cost critic that has none."""
+        without = {"cost_critic"} - {*models} | {role for role, model in models.items() if model is None}
+        return self.with_roles(set(self.roles) - without)
+
     @classmethod
     def of_algorithm(cls, algorithm: Any, *, response_tokens: int | Sequence[int], prompt_tokens: int) -> Workload:
         """The workload of an algorithm that is set up on a workbench: its graph, its rows, the workbench's settings.
@@ -227,7 +239,11 @@ def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedC
         return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
                            num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
     if isinstance(model, str | Path):
-        return read_plan_config(model)
+        try:
+            return read_plan_config(model)
+        except ModelUnavailable as error:
+            sizes = f"name a size ({', '.join(SIZES)}), a folder, or a model that can be fetched"
+            raise ModelUnavailable(error.value, error.rule, sizes) from error
     if not hasattr(model, "get_text_config"):
         raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
     return model
@@ -253,6 +269,6 @@ def role_models(models: Mapping[str, Any], workload: Workload) -> dict[str, Role
         raise BadInput(
             f"no model for {', '.join(lost)}",
             f"{workload.algorithm} has calls of {', '.join(workload.roles)}",
-            f"name one of {', '.join(SIZES)}, a folder or a config for {lost[0]}",
+            f"name one of {', '.join(SIZES)}, a folder or a config for {lost[0]}; None, if it is a function",
         )
     return found

@@ -30,18 +30,26 @@ from workbench.telemetry.store import TelemetryStore
 
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
 START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
+BETWEEN = "between calls"
 
 
 @dataclass
 class Calibration:
     """What a workbench has measured of itself. given: the hardware, where it was described; None: this machine, whose
     cores the devices of a placement part. samples: by placement, iteration and call, over all calibrations.
-    measured: from when to when by call, seconds of the iteration, of the last calibration under a placement."""
+    idle_s: by placement and iteration, seconds in which no call ran. measured: from when to when by call, seconds of
+    the iteration, of the last calibration under a placement."""
 
     given: Hardware | None = None
     constants: Constants = START
     samples: dict[tuple[str, int, str], Sample] = field(default_factory=dict)
+    idle_s: dict[tuple[str, int], float] = field(default_factory=dict)
     measured: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def between_s(self) -> float:
+        """Seconds of an iteration in which no call runs, wherever models are placed."""
+        return sum(self.idle_s.values()) / max(1, len(self.idle_s))
 
     def hardware(self, devices: int) -> Hardware:
         """Whose rates terms are counted in, of a placement on so many devices."""
@@ -65,15 +73,17 @@ class Prediction:
         return simulate(self.plan).iteration_s
 
     def frame(self) -> pd.DataFrame:
-        """One row a call, and one for the iteration: pool, role, predicted_s, measured_s (NaN where it was not), error:
-        predicted by measured, less 1."""
+        """One row a call, one for the time between calls, in which none runs, and one for the iteration: pool, role,
+        predicted_s, measured_s (NaN where it was not), error: predicted by measured, less 1."""
         rows = [
             {"call": call, "pool": pool, "role": role, "predicted_s": self.constants.seconds(terms)}
             for (call, pool, role), terms in _terms_by_call(self.plan).items()
         ]
-        rows.append({"call": "iteration", "pool": "", "role": "", "predicted_s": self.iteration_s})
+        for name, seconds in ((BETWEEN, self.plan.workload.between_s), ("iteration", self.iteration_s)):
+            rows.append({"call": name, "pool": "", "role": "", "predicted_s": seconds})
         frame = pd.DataFrame(rows)
         took_s = {call: end_s - start_s for call, (start_s, end_s) in self.measured.items()}
+        took_s |= {BETWEEN: _idle_s(self.measured)} if self.measured else {}
         frame["measured_s"] = frame["call"].map(took_s).astype("float64")
         frame["error"] = frame["predicted_s"] / frame["measured_s"] - 1
         return frame
@@ -148,6 +158,7 @@ class Predictor:
                 known.samples[key] = Sample(made_of, end_s - start_s, f"{role}.{call}")
         known.constants = fit(list(known.samples.values()), START)
         known.measured[str(self._hosts.placement)] = measured
+        known.idle_s[str(self._hosts.placement), algorithm.iteration] = _idle_s(measured)
         return known.constants
 
     def predict(
@@ -193,9 +204,9 @@ class Predictor:
         inline = self._hosts.description.backend == "inline"  # on one device, however many there are
         has = (not inline and self._hosts.description.devices) or self._hosts.placement.devices
         count = has if devices is None else devices
-        on_cores = known.hardware(count).cores is not None  # devices that share them: the fewer, the faster each is
         best, tried, refused = dict[tuple[tuple[str, ...], ...], Plan](), list[Plans](), list[BadInput]()
-        for used in range(count, 0 if on_cores else count - 1, -1):
+        machine = known.hardware(count).cores  # the fewer devices share its cores, the faster each is
+        for used in (count, *range(min(count - 1, machine or 0), 0, -1)):
             try:
                 # a role that the algorithm does not call is placed all the same, and costs no time
                 plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
@@ -207,7 +218,7 @@ class Predictor:
                 continue
             tried.append(plans)
             for plan in found:
-                if on_cores:
+                if machine:
                     plan = replace(self._plan(plan.placement, workload, known, staleness), dependencies=True)
                 sets = tuple(one.names for one in plan.sets)
                 best[sets] = min(best.get(sets, plan), plan, key=lambda one: one.iteration_s)
@@ -216,7 +227,7 @@ class Predictor:
         ranks = ranked(best.values())
         times = max(ranks[0].iteration_s / one.best.iteration_s * (1 + one.gap) for one in tried)
         return replace(tried[0], plans=tuple(ranks[:top]), devices=count, gap=gap_of(times),
-                       search_s=sum(one.search_s for one in tried), error=spread(known.samples, START),
+                       search_s=sum(one.search_s for one in tried), error=spread(known.samples, known.idle_s, START),
                        findings=known.constants.findings)  # fmt: skip
 
     def _possible(self, plans: Plans) -> list[Plan]:
@@ -284,8 +295,9 @@ class Predictor:
             if {"prompt_ids", "response_ids"} <= set(columns):
                 table = made.fetch(["prompt_ids", "response_ids"])
                 prompts, responses = (table[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
-                return Workload.of_algorithm(algorithm, prompt_tokens=max(1, round(sum(prompts) / len(prompts))),
-                                             response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
+                found = Workload.of_algorithm(algorithm, prompt_tokens=max(1, round(sum(prompts) / len(prompts))),
+                                              response_tokens=tuple(max(1, n) for n in responses))  # fmt: skip
+                return replace(found, between_s=self.calibration.between_s if self.calibration else 0.0)
         raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
 
     def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, tuple[float, float]]:
@@ -311,6 +323,14 @@ class Predictor:
             start_s = max(0.0, span["start_s"] - begun)
             found[span["stage"]] = (start_s, start_s + span["duration_s"])
         return found
+
+
+def _idle_s(measured: dict[str, tuple[float, float]]) -> float:
+    """Seconds of a measured iteration in which no call ran."""
+    reached = idle_s = 0.0
+    for start_s, end_s in sorted(span for call, span in measured.items() if call != "iteration"):
+        idle_s, reached = idle_s + max(0.0, start_s - reached), max(reached, end_s)
+    return idle_s
 
 
 def _terms_by_call(plan: Plan) -> dict[tuple[str, str, str], Terms]:

@@ -1,0 +1,102 @@
+"""What is said where no placement fits: what takes the room, and settings that would help, each of which was tried."""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from workbench.display.html import bytes_text
+from workbench.errors import BadInput
+from workbench.mapping.options import RoleOptions
+from workbench.mapping.workload import Workload
+from workbench.placement.role_model import RoleModel
+
+Fewest = Callable[[Workload, Mapping[str, RoleModel]], float]  # devices on which these fit
+Change = tuple[dict[str, Any], dict[str, Any]]  # of fields of the workload, and of those of its `training`
+
+
+def nothing_fits(
+    fewest: Fewest, options: Mapping[str, RoleOptions], devices: int, placement: str, unit: int
+) -> BadInput:
+    """The error. unit: devices that allocations are multiples of."""
+    model = next(iter(options.values())).model
+    roles, hardware = {name: one.role for name, one in options.items()}, model.hardware
+    sizes = range(unit, devices + 1, unit)
+    if unit > 1 and not any(one.layouts(n, fit=False) for n in sizes for one in options.values()):
+        return BadInput(
+            f"granularity={unit}", f"no layout cuts these models over {unit} devices, or a multiple up to {devices}",
+            "take one that divides a machine's devices, or leave it out",
+        )  # fmt: skip
+    needs = {name: role.elements * (16 if role.trained else role.frozen_bytes) for name, role in roles.items()}
+    told = ", ".join(f"{name} {bytes_text(n)}" for name, n in needs.items())
+    tokens = max(one.tokens_bound for one in options.values())
+    passing = max(one.passing_bytes(devices) for one in options.values())
+    remedies, room = _settings_that_fit(fewest, model.workload, roles, devices), hardware.usable_bytes
+    return BadInput(
+        f"{len(roles)} models on {devices} devices of {bytes_text(hardware.memory_bytes)} ({hardware.name}), "
+        f"placement {placement!r}",
+        f"no layout was found that fits: weights, gradients and optimizers take {bytes_text(sum(needs.values()))} "
+        f"({told}), and the devices have {bytes_text(devices * room)} for them; beside those, a row or micro-batch of "
+        f"{tokens:,} tokens takes at least {bytes_text(passing)} of a device's {bytes_text(room)}",
+        f"with {', or '.join(remedies)} they fit" if remedies else
+        f"take {'shorter rows' if passing > room else 'smaller models, or many more devices'}",
+    )  # fmt: skip
+
+
+def _settings_that_fit(fewest: Fewest, workload: Workload, roles: Mapping[str, RoleModel], devices: int) -> list[str]:
+    """What to write so that the models fit: each setting that is enough by itself, and how many devices are without
+    any; where no setting is, as few together as it takes, on more devices if need be."""
+
+    def needed(*changes: Change) -> float:
+        settings = _joined(changes)[1]
+        changed = {name: replace(role, training=replace(role.training, **settings)) for name, role in roles.items()}
+        return fewest(_changed(workload, changes), changed)
+
+    every = tuple(_changes(workload, roles))
+    found = [_written(workload, [one]) for one in every if needed(one) <= devices]
+    most, count = max(devices, needed(*every)), needed()
+    if not found and most < count:
+        few = every
+        for one in every:
+            fewer = tuple(other for other in few if other is not one)
+            few = fewer if needed(*fewer) <= most else few
+        found = [f"{_written(workload, few)}{f' on {most} devices' if most > devices else ''}"]
+    return [*found, *([f"{count} devices"] if count < math.inf else [])]
+
+
+def _changes(workload: Workload, roles: Mapping[str, RoleModel]) -> Iterator[Change]:
+    trained = [role for role in roles.values() if role.trained]
+    if workload.engine == "workbench" and any(role.engine == "torch" for role in trained):
+        yield {"engine": "cluster"}, {}
+    if not workload.take_turns and len(roles) > 1:
+        yield {"take_turns": True}, {}
+    if not all(role.training.activation_checkpointing for role in trained):
+        yield {}, {"activation_checkpointing": True}
+    if any(role.micro_batch_tokens > workload.longest_row for role in roles.values()):
+        yield {}, {"micro_batch_tokens": workload.longest_row}
+    if any(role.engine in ("zero0", "zero1", "zero2") for role in trained):
+        yield {}, {"zero_stage": 3}
+
+
+def _joined(changes: Sequence[Change]) -> Change:
+    """All of them in one."""
+    return dict(ChainMap(*(own for own, _ in changes))), dict(ChainMap(*(set_to for _, set_to in changes)))
+
+
+def _changed(workload: Workload, changes: Sequence[Change]) -> Workload:
+    own, settings = _joined(changes)
+    return replace(workload, training=replace(workload.training, **settings), **own)
+
+
+def _written(workload: Workload, changes: Sequence[Change]) -> str:
+    """As code: `training` with what is not a default of `Training`."""
+    own, settings = _joined(changes)
+    written, training = [f"{name}={value!r}" for name, value in own.items()], _changed(workload, changes).training
+    set_to = [(one.name, getattr(training, one.name), one.default) for one in fields(training)]
+    if settings:
+        told = ", ".join(f"{name}={value!r}" for name, value, default in set_to if value != default)
+        written.append(f"training=wb.Training({told})")
+    return f"Workload({', '.join(written)})"
