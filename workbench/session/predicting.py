@@ -206,7 +206,8 @@ class Predictor:
         count = has if devices is None else devices
         best, tried, refused = dict[tuple[tuple[str, ...], ...], Plan](), list[Plans](), list[BadInput]()
         machine = known.hardware(count).cores  # the fewer devices share its cores, the faster each is
-        for used in (count, *range(min(count - 1, machine or 0), 0, -1)):
+        most = min(count, max(machine, len(self._models()) + 1)) if machine else count
+        for used in range(most, 0 if machine else count - 1, -1):
             try:
                 # a role that the algorithm does not call is placed all the same, and costs no time
                 plans = search(self._models(), devices=used, hardware=known.hardware(used), workload=workload,
