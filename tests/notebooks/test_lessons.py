@@ -127,7 +127,7 @@ def test_lesson_203(tmp_path: Path) -> None:
 def test_lesson_204(tmp_path: Path) -> None:
     html = run("204_what_if.ipynb", tmp_path)
     assert sum("placements, exact" in text for text in html) == 2  # of the cluster, and of the workbench
-    assert sum("<svg" in text for text in html) == 1  # a simulated iteration
+    assert sum("<svg" in text for text in html) == 3  # a simulated iteration, and two that are predicted
     assert sum(CHART in text for text in html) == 1  # the curves
     assert sum("best placement (devices" in text and "not searched yet" not in text for text in html) == 1  # the map
     assert sum("update_actor" in text and "predicted" in text for text in html) == 2
