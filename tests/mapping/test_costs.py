@@ -160,6 +160,7 @@ def test_the_error_to_expect_is_that_of_placements_left_out() -> None:
     apart = {("one", 1): 2.0, ("two", 1): calls_s + 4}
     expected = pytest.approx(math.hypot(*off) / math.sqrt(2), rel=0.02)
     assert spread(samples({"one": 1.0, "two": 1.0}), apart, true) == expected
+    assert spread(samples({"one": 1.0, "two": 1.0}), {("two", 1): 2.0}, true) == pytest.approx(0, abs=1e-3)
 
 
 def test_links_inside_and_between_machines() -> None:
@@ -245,6 +246,6 @@ def test_roles_that_take_turns_need_the_room_of_the_largest_and_the_time_of_movi
         weights = role_models(models, WORK)[role.role].elements * 2 / (role.layout.p * role.layout.t)
         assert moved["preparation"] == pytest.approx(Constants().links * 2 * weights / A100.host_bytes_s)
     assert best.memory_bytes == max(max(role.passing_bytes, role.generation_bytes) for role in best.roles)
-    with pytest.raises(BadInput, match=r"with Workload\(take_turns=True\), or 4 dev"):
+    with pytest.raises(BadInput, match=r"with wb\.mapping\.Workload\(take_turns=True\), or 4 dev"):
         search(models, devices=2)
     assert search(models, devices=2, workload=Workload(take_turns=True)).best.iteration_s > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,13 +75,17 @@ def test_a_workbench_is_calibrated_and_predicts(tmp_path: Path) -> None:
         lab.calibrate()
         assert len(lab.calibration.samples) == count  # of the same iteration
         ppo.step()
+        ppo.step()  # generates
         with pytest.raises(BadInput, match="iteration 3 of PPO is under way"):
             lab.calibrate()
+        time.sleep(1)
         ppo.iterate()
         lab.actor.generate_sequences(lab.prompts.next(1), max_new_tokens=2)  # by hand, and no part of an iteration
         lab.calibrate()
         assert len(lab.calibration.samples) == 2 * count
+        assert lab.calibration.between_s == told.plan.workload.between_s  # pauses between steps are not predicted
         plans = lab.suggest(devices=4)
+        assert "no call runs for" in plans.best.why
         assert set(plans.best.placement.roles) == set(lab.placement.roles)
         assert plans.error is not None and plans.error > 0
         assert plans.chance is not None and 0.5 <= plans.chance <= 1

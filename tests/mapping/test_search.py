@@ -401,7 +401,7 @@ def test_what_ran_fits() -> None:
     own = Workload(engine="workbench")
     with expect_error(BadInput, rule="no layout was found that fits") as refused:
         search(four("llama-70b"), devices=96, placement="split", granularity=8, workload=own)
-    assert "Workload(engine='cluster')" in str(refused.value)  # what would fit is named
+    assert "with wb.mapping.Workload(engine='cluster')" in str(refused.value)  # what would fit is named
 
 
 def fit(devices: int, **options: Any) -> bool:
@@ -421,7 +421,7 @@ def test_what_is_named_where_nothing_fits_would_fit(workload: Workload) -> None:
     with expect_error(BadInput, rule="no layout was found that fits", remedy="they fit") as refused:
         search(four("llama-13b"), devices=2, workload=workload)
     for told in refused.value.remedy.removeprefix("with ").removesuffix(" they fit").split(", or "):
-        found = re.fullmatch(r"(?:Workload(?P<changes>.*\)))?(?: on )?(?:(?P<count>\d+) devices)?", told)
+        found = re.fullmatch(r"(?:wb\.mapping\.Workload(?P<changes>.*\)))?(?: on )?(?:(?P<count>\d+) devices)?", told)
         assert found is not None
         changed, count = eval(f"dict{found['changes'] or '()'}", {"wb": wb}), int(found["count"] or 2)
         assert fit(count, workload=replace(workload, **changed)), told
@@ -446,9 +446,9 @@ def test_a_placement_that_does_not_fit_says_so() -> None:
 def test_functions_are_not_placed_and_cost_nothing() -> None:
     models = {**four("llama-7b"), "reward": None}
     best = search(models, devices=8, granularity=4).best
-    assert [
-        call for one in best.sets for role in one.roles for call in role.calls if call.name == "compute_reward"
-    ] == []
+    assert not any(call.name == "compute_reward" for one in best.sets for role in one.roles for call in role.calls)
+    with expect_error(BadInput, rule="role"):
+        predict(best.placement, {**models, "aktor": None})
     assert "reward" in best.placement.roles
     assert predict(best.placement, models, t_g=best.t_g).iteration_s == pytest.approx(best.iteration_s)
 

@@ -61,6 +61,7 @@ class Algorithm(StageEdits):
 
     lab: Lab
     _interrupted = False  # in the iteration under way
+    _by_hand = False  # `step`, and not `iterate`, ran a stage of it
     _iteration = 0
     _staleness = 0  # iterations that the `run` under way generates ahead
     _pause_after: int | None = None  # tokens, of its responses
@@ -82,6 +83,11 @@ class Algorithm(StageEdits):
     def iteration(self) -> int:
         """The number of the iteration that it stepped last; 0 before the first."""
         return self._iteration
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a stage of its last iteration was run by `step`, so that there may be a pause before it."""
+        return self._by_hand
 
     @property
     def ended_iterations(self) -> int:
@@ -122,7 +128,7 @@ class Algorithm(StageEdits):
             graph.check_columns()  # before prompts are drawn
             graph.check_corrections(type(self).__name__)
             self.made.clear()
-            self._under_way, self._interrupted = True, False
+            self._under_way, self._interrupted, self._by_hand = True, False, False
             self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         elif self._staleness > (self._noted.get("staleness") or 0):  # of its `run`s, the one that draws most ahead
@@ -132,6 +138,7 @@ class Algorithm(StageEdits):
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
             finish_paused(self.lab, graph, self._draw_ahead)
+        self._by_hand |= not self.lab.runner.batches.iterating
         with keeping(self.lab, stage):
             if stage.role == "prompts" and not self.made:
                 made, self._from_buffer = from_buffer(self.lab, graph)

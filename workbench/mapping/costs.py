@@ -375,7 +375,7 @@ def spread(
     samples: Mapping[tuple[str, int, str], Sample], between_s: Mapping[tuple[str, int], float], start: Constants
 ) -> float:
     """The relative error to expect of the prediction of an iteration. samples: by placement, iteration and call.
-    between_s: by placement and iteration, the time in which no call ran.
+    between_s: by placement and iteration, the time in which no call ran, where it is known.
 
     Each placement's iterations are predicted by constants that are fitted to the samples of the others: the root mean
     square of log(predicted / measured). With one placement there are no others, and it is that of single calls, by
@@ -385,11 +385,12 @@ def spread(
     errors: list[float] = []
     for left_out in placements if len(placements) > 1 else ():
         constants = fit([sample for key, sample in samples.items() if key[0] != left_out], start)
-        others_s = float(np.mean([taken for (placement, _), taken in between_s.items() if placement != left_out]))
-        sums = {n: (others_s, taken) for (placement, n), taken in between_s.items() if placement == left_out}
+        others_s = [taken for (placement, _), taken in between_s.items() if placement != left_out]
+        sums = {n: (float(np.mean(others_s)), taken) for (placement, n), taken in between_s.items()
+                if placement == left_out and others_s}  # fmt: skip
         for (placement, iteration, _), sample in samples.items():
             if placement == left_out:
-                predicted, measured = sums[iteration]
+                predicted, measured = sums.get(iteration, (0.0, 0.0))
                 sums[iteration] = predicted + constants.seconds(sample.terms), measured + sample.seconds
         errors += [math.log(predicted / measured) for predicted, measured in sums.values()]
     if not errors:

@@ -213,6 +213,8 @@ class Plan:
                 slowest = self.slowest(stage)
                 where = f" on the devices of {', '.join(slowest.names)}" if len(self.sets) > 1 else ""
                 told.append(f"{stage} takes {seconds_text(seconds)}{where}")
+        if self.workload.between_s:
+            told.append(f"no call runs for {seconds_text(self.workload.between_s)}")
         text = "; ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
         if self.used < self.devices:
             text += f", {self.devices - self.used} of {self.devices} all of it"

@@ -6,6 +6,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 from workbench.display.html import bytes_text
@@ -50,20 +51,23 @@ def _settings_that_fit(fewest: Fewest, workload: Workload, roles: Mapping[str, R
     """What to write so that the models fit: each setting that is enough by itself, and how many devices are without
     any; where no setting is, as few together as it takes, on more devices if need be."""
 
-    def needed(*changes: Change) -> float:
+    every = tuple(_changes(workload, roles))
+
+    @cache
+    def needed(*chosen: int) -> float:
+        changes = [every[n] for n in chosen]
         settings = _joined(changes)[1]
         changed = {name: replace(role, training=replace(role.training, **settings)) for name, role in roles.items()}
         return fewest(_changed(workload, changes), changed)
 
-    every = tuple(_changes(workload, roles))
-    found = [_written(workload, [one]) for one in every if needed(one) <= devices]
-    most, count = max(devices, needed(*every)), needed()
+    found = [_written(workload, [one]) for n, one in enumerate(every) if needed(n) <= devices]
+    few = tuple(range(len(every)))
+    most, count = max(devices, needed(*few)), needed()
     if not found and most < count:
-        few = every
-        for one in every:
-            fewer = tuple(other for other in few if other is not one)
+        for one in few:
+            fewer = tuple(other for other in few if other != one)
             few = fewer if needed(*fewer) <= most else few
-        found = [f"{_written(workload, few)}{f' on {most} devices' if most > devices else ''}"]
+        found = [_written(workload, [every[n] for n in few]) + f" on {most} devices" * (most > devices)]
     return [*found, *([f"{count} devices"] if count < math.inf else [])]
 
 
@@ -99,4 +103,4 @@ def _written(workload: Workload, changes: Sequence[Change]) -> str:
     if settings:
         told = ", ".join(f"{name}={value!r}" for name, value, default in set_to if value != default)
         written.append(f"training=wb.Training({told})")
-    return f"Workload({', '.join(written)})"
+    return f"wb.mapping.Workload({', '.join(written)})"

@@ -43,7 +43,7 @@ from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.refusal import nothing_fits
 from workbench.mapping.workload import Workload, role_models
 from workbench.placement.role_model import RoleModel
-from workbench.settings.roles import ROLLOUT, check_role
+from workbench.settings.roles import ROLLOUT
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import one_of, whole
 
@@ -111,8 +111,6 @@ def search(
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     if not isinstance(models, Mapping):
         raise BadInput(f"models={shown(models)}", "a model for each role", 'write {"actor": "llama-7b", ...}')
-    for role in models:
-        check_role(role)
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
     workload = workload.with_models(models)
@@ -218,12 +216,16 @@ class _Search:
         """Devices on which the sets of a partition fit, found in steps of at most a sixteenth of them; infinite where
         none was found up to `TIMES` as many as were asked about."""
 
+        def fit(one: tuple[str, ...], devices: int) -> bool:
+            least = [min((way.lasting for way in self.options[role].on(devices)), default=math.inf) for role in one]
+            return sum(least) <= self.model.hardware.usable_bytes and bool(len(self._alone(one, devices)[0]))
+
         def found(*sets: tuple[str, ...]) -> float:
             last = unit
-            while not (fits := all(len(self._alone(one, last)[0]) for one in sets)) and last < TIMES * self.devices:
+            while not (fits := all(fit(one, last) for one in sets)) and last < TIMES * self.devices:
                 last *= 2
             between = range(last // 2, last, max(unit, last // 2 // HALVES)) if last > unit else ()
-            near = (n for n in between if all(len(self._alone(one, n)[0]) for one in sets))
+            near = (n for n in between if all(fit(one, n) for one in sets))
             return next(near, last) if fits else math.inf
 
         if self.halves:

@@ -143,7 +143,8 @@ class PlacementMap:
         for name, count in Counter(cells[n]["placement"] for n in known).most_common():
             colour, short = self._looks(name)
             told = f"in {count}" if name == NOTHING else f"best in {count}"
-            key += f'<div style="line-height:2"><span style="{BOX} transparent;background:{colour}">{short}</span> {name}: {told}'
+            box = f'<span style="{BOX} transparent;background:{colour}">{short}</span>'
+            key += f'<div style="line-height:2">{box} {name}: {told}'
         axes = f"{label(across)} \N{RIGHTWARDS ARROW}, {label(up)} \N{UPWARDS ARROW}"
         return table(rows, caption=f"best placement ({axes}), its iteration, how much slower the next is") + key
 

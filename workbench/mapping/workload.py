@@ -13,7 +13,7 @@ from workbench.errors import BadInput, ModelUnavailable
 from workbench.errors.plain_text import shown
 from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
-from workbench.settings.roles import ROLLOUT, TRAINED_ROLES
+from workbench.settings.roles import ROLLOUT, TRAINED_ROLES, check_role
 from workbench.settings.training import Training
 from workbench.support.validation import at_least, check_fields, one_of, whole
 
@@ -193,6 +193,8 @@ class Workload:
 
     def with_models(self, models: Mapping[str, Any]) -> Workload:
         """Without the calls of roles whose model is None, which are functions, nor of a cost critic that has none."""
+        for role in models:
+            check_role(role)
         without = {"cost_critic"} - {*models} | {role for role, model in models.items() if model is None}
         return self.with_roles(set(self.roles) - without)
 

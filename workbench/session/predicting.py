@@ -37,8 +37,8 @@ BETWEEN = "between calls"
 class Calibration:
     """What a workbench has measured of itself. given: the hardware, where it was described; None: this machine, whose
     cores the devices of a placement part. samples: by placement, iteration and call, over all calibrations.
-    idle_s: by placement and iteration, seconds in which no call ran. measured: from when to when by call, seconds of
-    the iteration, of the last calibration under a placement."""
+    idle_s: by placement and iteration, seconds in which no call ran, without iterations by hand. measured: from when to
+    when by call, seconds of the iteration, of the last calibration under a placement."""
 
     given: Hardware | None = None
     constants: Constants = START
@@ -158,7 +158,8 @@ class Predictor:
                 known.samples[key] = Sample(made_of, end_s - start_s, f"{role}.{call}")
         known.constants = fit(list(known.samples.values()), START)
         known.measured[str(self._hosts.placement)] = measured
-        known.idle_s[str(self._hosts.placement), algorithm.iteration] = _idle_s(measured)
+        if not algorithm.by_hand:  # else the reader's pauses count as time between calls
+            known.idle_s[str(self._hosts.placement), algorithm.iteration] = _idle_s(measured)
         return known.constants
 
     def predict(
