@@ -193,7 +193,7 @@ class Predictor:
     ) -> Plans:
         """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
-        devices: None: those that it has. Up to so many, plans are such as this workbench could be opened with, which is
+        devices: None: those that it has; on a CPU no more are tried than cores, or roles. Up to so many, plans are such as this workbench could be opened with, which is
         what `move` asks of them; whether there is room now, `diff` says. staleness: as of `run`: rollout workers have a
         pool of their own, and the plans part the devices between generation and training. `.chance` and
         `.advice` say how sure the best is, and what one trial would decide. Raises `BadInput` before any `calibrate`,
@@ -228,7 +228,7 @@ class Predictor:
             raise refused[0]
         ranks = ranked(best.values())
         times = max(ranks[0].iteration_s / one.best.iteration_s * (1 + one.gap) for one in tried)
-        return replace(tried[0], plans=tuple(ranks[:top]), devices=count, gap=gap_of(times),
+        return replace(tried[0], plans=tuple(ranks[:top]), devices=most, gap=gap_of(times),
                        search_s=sum(one.search_s for one in tried), error=spread(known.samples, known.idle_s, START),
                        findings=known.constants.findings)  # fmt: skip
 
