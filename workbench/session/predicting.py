@@ -193,11 +193,11 @@ class Predictor:
     ) -> Plans:
         """The quickest placements of this workbench's models by the fitted cost model: see `wb.mapping.search`.
 
-        devices: None: those that it has; on a CPU no more are tried than cores, or roles. Up to so many, plans are such as this workbench could be opened with, which is
-        what `move` asks of them; whether there is room now, `diff` says. staleness: as of `run`: rollout workers have a
-        pool of their own, and the plans part the devices between generation and training. `.chance` and
-        `.advice` say how sure the best is, and what one trial would decide. Raises `BadInput` before any `calibrate`,
-        or where no such plan is left.
+        devices: None: those that it has; on a CPU no more are tried than cores, or roles. Up to so many as it has,
+        plans are such as this workbench could be opened with, which is what `move` asks of them; whether there is room
+        now, `diff` says. staleness: as of `run`: rollout workers have a pool of their own, and the plans part the
+        devices between generation and training. `.chance` and `.advice` say how sure the best is, and what one trial
+        would decide. Raises `BadInput` before any `calibrate`, or where no such plan is left.
         """
         known = self._need_calibration()
         workload = self._workload(self._whose(algorithm))
