@@ -1,7 +1,4 @@
-"""Memory of each device over time by owner, against what the device has; and what is where now.
-
-What one device held over time: columns that grow at their ends, and are thinned where they are long.
-"""
+"""Memory of each device over time by owner, against what the device has; and what is where now."""
 
 from __future__ import annotations
 

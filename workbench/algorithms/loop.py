@@ -1,7 +1,4 @@
-"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time.
-
-The fields of algorithms that train on scored responses of the actor.
-"""
+"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time."""
 
 from __future__ import annotations
 

@@ -5,11 +5,6 @@ A column is one of
     Tensor   [rows, ...]   numbers of one shape a row (a reward)
     Ragged   [rows, *]     numbers of varying length a row (tokens, log-probabilities), packed: no padding is stored
     list     [rows]        anything else (text, answers)
-
-Tables on their way between processes: arrays in place of tensors, which pickle protocol 5 moves without a copy.
-
-Tables as tensordicts, for users who want them: ragged columns are nested tensors of jagged layout, lists non-tensor
-data. Only what makes or reads one imports tensordict, which takes seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Responses of several turns: where each ends, who wrote what, and means over what the policy wrote.
-
-Responses of several contexts: where each begins, and how long each is.
-"""
+"""Responses of several turns, and of several contexts: where each begins and ends, who wrote what, means of turns."""
 
 from __future__ import annotations
 

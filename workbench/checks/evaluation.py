@@ -1,7 +1,4 @@
-"""`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations.
-
-And what one gets that samples a prompt k times and keeps one response: by a vote, or by a score.
-"""
+"""`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Branches of a conversation as rows of a batch, rows as branches, and what a hand writes as tokens.
-
-Continuations of a conversation, drawn by the stages of its workbench.
-"""
+"""Branches of a conversation as rows of a batch, rows as branches, and what a hand writes as tokens."""
 
 from __future__ import annotations
 

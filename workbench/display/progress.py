@@ -1,8 +1,6 @@
 """One line of progress while the controller waits for a stage; quick stages show nothing.
 
 Each process has one setting for how much it shows, see `show`.
-
-How far a loop is: on a terminal one line before those of its stages, in a script's log a line an iteration.
 """
 
 from __future__ import annotations

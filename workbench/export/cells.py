@@ -1,7 +1,4 @@
-"""What a notebook file holds: its cells, in the order of the page.
-
-A cell as Python: IPython's own lines are translated where they mean something in a script, else refused by name.
-"""
+"""What a notebook file holds: its cells, in the order of the page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which roles share which devices.
-
-The placements that have names, for the roles and the devices that there are.
-"""
+"""Which roles share which devices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`lab.recover`: what died is started again, and all of the workbench goes on from one checkpoint; where only rollout
 workers died, from where it stands.
 
-A later kernel takes up a workbench: batches, stages that went on without their kernel, the place of the algorithm.
-
 Hosts keep shards and their last reply, so that nothing that was finished is done twice: not an update whose kernel was
 killed while it ran.
 """

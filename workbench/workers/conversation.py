@@ -1,7 +1,4 @@
-"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice.
-
-Conversations that are longer than what the policy reads: where a new context begins, and with which tokens.
-"""
+"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A function of a user in use: its calls are submitted, and polled for.
-
-Calls of a user's functions in their host: for a debugger, and for functions that cannot leave it.
-
-A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
+"""A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
 
 It is no sandbox: a function runs as the user who started the host, and can read and write what that user can; it is
 enough against mistakes. For programs that a model wrote: `workbench.data.sandbox`. A process that the function has put
