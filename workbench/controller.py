@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -33,7 +33,7 @@ from workbench.backends import registry
 from workbench.backends.cluster import stop_idle_head
 from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
-from workbench.batches.store import Store, Weights
+from workbench.batches.store import Store
 from workbench.checks.checking import check
 from workbench.checks.compare_evaluations import compare_evaluations
 from workbench.checks.evaluation import evaluate
@@ -44,8 +44,6 @@ from workbench.conversations.endpoint import serve
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, MissingDependency
-from workbench.messages.metrics import MetricValues
-from workbench.placement import Placement
 from workbench.session.attributes import AdvantagesOperation, no_attribute, set_attribute
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint
@@ -53,7 +51,7 @@ from workbench.session.history import History
 from workbench.session.iterations import Iterations
 from workbench.session.moving import Mover
 from workbench.session.position import Position
-from workbench.session.predicting import Calibration, Predictor
+from workbench.session.predicting import Predictor
 from workbench.session.recovering import recover
 from workbench.session.reloading import Reloader
 from workbench.session.topology import Topology
@@ -99,6 +97,11 @@ def _method_of(
     return call
 
 
+def _read(read: Callable[[Workbench], _R], doc: str) -> _R:
+    """A property that one of its parts has."""
+    return property(read, doc=doc)  # type: ignore[return-value]
+
+
 @checks_calls("lab")
 class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
@@ -120,13 +123,14 @@ class Workbench:
         self.telemetry, counters = TelemetryStore(run_folder), Counters()
         groups = Groups(self.hosts, self.ownership, counters, self)
         batches = BatchStore(self.hosts, groups, self.ownership, counters, psutil.virtual_memory().total // 10)
-        # the types of parts are declared for `_method_of`, which the class body calls
+        # the types of parts are declared for `_method_of` and `_read`, which the class body calls
         self.runner: StageRunner = StageRunner(self.hosts, self.ownership, groups, counters, batches, self.telemetry)
         loaded.note()
         self._reloader: Reloader = Reloader(self.runner, _groups_of_process)
         groups.delegate_rollout = lambda: RolloutCaller(self.runner)
         groups.make()
-        self.position, self.conversation = Position(counters, batches, self.runner.live.note), Conversations(self)
+        self.position: Position = Position(counters, batches, self.runner.live.note)
+        self.conversation = Conversations(self)
         self.buffer = self.position.buffer
         self.history: History = History(self.hosts, groups, self.telemetry)
         self._topology: Topology = Topology(self.hosts, self.ownership, groups, counters, self.telemetry)
@@ -143,67 +147,20 @@ class Workbench:
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
-    @property
-    def description(self) -> Description:
-        """What it was opened with, or moved to."""
-        return self.hosts.description
-
-    @property
-    def placement(self) -> Placement:
-        """Which roles share which devices."""
-        return self.hosts.placement
-
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup]:
-        """The worker groups by role."""
-        return self.runner.groups.by_role
-
-    @property
-    def lead(self) -> WorkerGroup:
-        """The group whose tokenizer makes the tokens."""
-        return self.runner.groups.lead
-
+    description = _read(lambda self: self.hosts.description, "What it was opened with, or moved to.")
+    placement = _read(lambda self: self.hosts.placement, "Which roles share which devices.")
+    groups = _read(lambda self: self.runner.groups.by_role, "The worker groups by role.")
+    lead = _read(lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
+    store = _read(lambda self: self.runner.batches.store, "What stages made, by name and version.")
+    scheduler = _read(lambda self: self.runner.scheduler, "Decides when each run starts.")
+    run_log = _read(lambda self: self.runner.run_log, "The stages that this kernel called.")
+    weights = _read(lambda self: self.runner.counters.weights, "Which weights each role has.")
+    iteration = _read(lambda self: self.runner.counters.iteration, "That under way, or the last one, by its number.")
+    last_metrics = _read(lambda self: self.runner.counters.last_metrics, "The metrics of this iteration, by stage.")
+    looks = _read(lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look.")
+    checkpoint = _read(lambda self: self.position.checkpoint, "The checkpoint that it went on from.")
+    calibration = _read(lambda self: self._predictor.calibration, "What `calibrate` has found.")
     compute_advantages = AdvantagesOperation()  # of no role
-
-    @property
-    def store(self) -> Store:
-        """What stages made, by name and version."""
-        return self.runner.batches.store
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Decides when each run starts."""
-        return self.runner.scheduler
-
-    @property
-    def run_log(self) -> RunLog:
-        """The stages that this kernel called."""
-        return self.runner.run_log
-
-    @property
-    def weights(self) -> Mapping[str, Weights]:
-        """Which weights each role has."""
-        return self.runner.counters.weights
-
-    @property
-    def iteration(self) -> int:
-        """The number of the iteration under way, or of the last one."""
-        return self.runner.counters.iteration
-
-    @property
-    def last_metrics(self) -> dict[str, MetricValues]:
-        """The metrics of this iteration, by stage."""
-        return self.runner.counters.last_metrics
-
-    @property
-    def looks(self) -> bool:
-        """Whether another kernel drives it, so that this one may only look."""
-        return not self.ownership.drives
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that it went on from."""
-        return self.position.checkpoint
 
     @property
     def algorithm(self) -> Algorithm | None:
@@ -213,11 +170,6 @@ class Workbench:
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm | None) -> None:
         self.position.algorithm = algorithm
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What `calibrate` has found."""
-        return self._predictor.calibration
 
     def __getattr__(self, name: str) -> WorkerGroup:
         roles = self.__dict__["runner"].groups.by_role if "runner" in self.__dict__ else {}
