@@ -21,7 +21,6 @@ from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
@@ -30,6 +29,21 @@ from workbench.support.validation import whole
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
     from workbench.batches.batch import Batch
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The unbiased estimate of the probability that at least one of k samples of a prompt passes,
+
+        1 - C(n - c, k) / C(n, k),      n = samples, c = passed of them, k <= n
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: the share of the k-subsets of the n samples that
+    hold a pass. (1 - (1 - c/n)^k is biased.) Raises `BadInput` unless 0 <= passed <= samples and 1 <= k <= samples.
+    """
+    if not (1 <= k <= samples and 0 <= passed <= samples):
+        raise BadInput(
+            f"pass_at_k(samples={samples}, passed={passed}, k={k})", "0 <= passed <= samples and 1 <= k <= samples"
+        )
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 MOST_SUBSETS = 2000
