@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import WorkbenchError
+from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 
 if TYPE_CHECKING:
@@ -121,6 +121,27 @@ def kind_of(column: ColumnValues) -> str:
     if isinstance(column, Tensor):
         return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
     return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
+
+
+def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
+    """A token column of a table; `BadInput` where the column of that name is another kind."""
+    column = table[name]
+    if not isinstance(column, Ragged):
+        raise BadInput(
+            f"column {name!r} is {kind_of(column)}",
+            "it must be a Ragged, with one number a token of each row",
+            "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+            "mask.like(torch.repeat_interleave(x, mask.lengths))",
+        )
+    return column
+
+
+def numbers_in(table: Mapping[str, ColumnValues], name: str) -> Tensor:
+    """A column of one number a row; `BadInput` where the column of that name is another kind."""
+    column = table[name]
+    if not isinstance(column, Tensor) or column.ndim != 1:
+        raise BadInput(f"column {name!r} is {kind_of(column)}", "it must be a Tensor [rows], one number a row")
+    return column
 
 
 def check_form(name: str, column: object, error: type[WorkbenchError], where: str = "") -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, ragged_in
 from workbench.checks.compare_evaluations import Evaluation, of_data
 from workbench.data.prompt_rows import PromptRow
 from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
@@ -227,8 +227,7 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
     status = [name for name in ("valid", "failure") if name in scored.names]
     parts = [name for name in scored.names if name.startswith("rewards/")]
     found = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
-    mask, ids = found["response_mask"], found["response_ids"]
-    assert isinstance(mask, Ragged) and isinstance(ids, Ragged)
+    mask, ids = ragged_in(found, "response_mask"), ragged_in(found, "response_ids")
     decode = lab.runner.batches.tokenizer.decode
     columns: dict[str, Any] = {
         "prompt_index": np.repeat([row.index for row in rows], asked.samples),
