@@ -339,12 +339,12 @@ class Algorithm(StageEdits):
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     updates = {stage.name for stage in self.graph().stages if stage.updates}
-                    used = any(_has_begun(made) for name, made in self.made.items() if name in updates)
+                    sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
                     goes_on = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
-                    if used:
+                    if updates & sent:
                         self._from_buffer = ()
                     if not self._under_way:
                         self.restart()
@@ -438,11 +438,6 @@ def _is_there(made: Any) -> bool:
     return not isinstance(made, Run) or made.state == "done"
 
 
-def _has_begun(made: Any) -> bool:
-    """Whether an update, which may be pending, has been sent to its ranks."""
-    return not isinstance(made, Run) or bool(made.calls)
-
-
 GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
@@ -464,5 +459,4 @@ class RolloutAlgorithm(Algorithm):
 
     @property
     def _penalty_role(self) -> tuple[str, ...]:
-        """The role that a KL penalty needs: none where its coefficient is 0."""
         return ("reference",) if getattr(self, "kl_coefficient", 0) else ()

@@ -105,11 +105,6 @@ class LossSubject:
         gap = max(_relative(one[what] - two[what], one[what]) for what in one)
         return gap, "two calls with the same numbers give two losses or gradients, as with random numbers"
 
-    def need_repeats(self) -> None:
-        """Raise `NotApplicable` for a loss that does not give the same twice."""
-        if not self.repeats[0] <= ROUNDING[0]:
-            raise NotApplicable(f"{self.repeats[1]}: nothing can be compared")
-
     def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
         """What each rank sees of the role's update on this batch."""
         return measured(self.lab, self.role, batch, micro_batch_tokens, **arguments)

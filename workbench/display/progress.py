@@ -41,11 +41,6 @@ def is_quiet() -> bool:
     return _shown == "nothing"
 
 
-def is_logged() -> bool:
-    """Whether loops write plain lines where no line can be written over."""
-    return _shown == "logged"
-
-
 class TerminalLine:
     """A line that is written over; on exit the terminal is as before."""
 
@@ -207,7 +202,7 @@ class Iterations:
         self._stream = sys.stderr if stream is None else stream
         here = line(stream)
         self._line = here if isinstance(here, TerminalLine) else None
-        self._is_logged = here is None and is_logged()
+        self._is_logged = here is None and _shown == "logged"
 
     def __enter__(self) -> Iterations:
         self._start_s = self._clock()
