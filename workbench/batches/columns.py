@@ -101,7 +101,6 @@ def nbytes(column: ColumnValues) -> int:
 
 
 def table_bytes(table: Mapping[str, ColumnValues]) -> int:
-    """Bytes of all columns, see `nbytes`."""
     return sum(map(nbytes, table.values()))
 
 

@@ -147,7 +147,6 @@ class Examples(EpochRows[Tokenized]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of `table`."""
         return tuple(self.table(self.training[:1]))
 
     @property

@@ -234,7 +234,6 @@ READERS: dict[str, Callable[[Path, bool], Blocks]] = {
 
 
 def numbered(items: Iterable[Any]) -> Iterator[Placed]:
-    """Items as rows, by their number."""
     for number, item in enumerate(items):
         yield Placed(number, f"row {number}", item)
 

@@ -242,7 +242,6 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
 
 
 def summarize(make: object, state: object, row: int, function: Callable[[str], Any], context: str) -> Any:
-    """What the function of `Context.summary` gives for a context."""
     return function(context)
 
 

@@ -166,7 +166,6 @@ class Placement:
         return tuple(role for pool in self.pools for role in pool.roles)
 
     def pool_of(self, role: str) -> Pool:
-        """The pool of a role."""
         for pool in self._every:
             if role in pool.roles:
                 return pool

@@ -245,7 +245,6 @@ class Scoring:
         self, function: RewardFunction, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps], where: str,
         called: Sequence[int], asking: Asking,
     ) -> tuple[dict[int, Score], dict[int, RewardError]]:  # fmt: skip
-        """The scores of a function, and its errors, by row."""
         found, failures = score_rows(
             function, [rows[i] for i in called], [tokens[i] for i in called], asking=asking, where=where,
             row_numbers=[int(self.batch.rows[i]) for i in called],

@@ -175,7 +175,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files."""
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
     def verify(self) -> None:

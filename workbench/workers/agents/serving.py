@@ -65,7 +65,6 @@ class Serving:
 
     @property
     def rows(self) -> list[AgentRow]:
-        """Those that have ended."""
         return [self._ended[i] for i in sorted(self._ended)]
 
     @property
