@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -33,7 +33,7 @@ from workbench.backends import registry
 from workbench.backends.cluster import stop_idle_head
 from workbench.backends.hosts import Hosts
 from workbench.batches.batch import Batch
-from workbench.batches.store import Store
+from workbench.batches.store import Store, Weights
 from workbench.checks.checking import check
 from workbench.checks.compare_evaluations import compare_evaluations
 from workbench.checks.evaluation import evaluate
@@ -44,6 +44,8 @@ from workbench.conversations.endpoint import serve
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, MissingDependency
+from workbench.messages.metrics import MetricValues
+from workbench.placement import Placement
 from workbench.session.attributes import AdvantagesOperation, no_attribute, set_attribute
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint
@@ -51,7 +53,7 @@ from workbench.session.history import History
 from workbench.session.iterations import Iterations
 from workbench.session.moving import Mover
 from workbench.session.position import Position
-from workbench.session.predicting import Predictor
+from workbench.session.predicting import Calibration, Predictor
 from workbench.session.recovering import recover
 from workbench.session.reloading import Reloader
 from workbench.session.topology import Topology
@@ -97,8 +99,9 @@ def _method_of(
     return call
 
 
-def _read(read: Callable[[Workbench], _R], doc: str) -> _R:
-    """A property that one of its parts has."""
+def _read(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
+    """A property that one of the workbench's parts has. kind: its type, for the API reference."""
+    read.__annotations__ = {"return": kind}
     return property(read, doc=doc)  # type: ignore[return-value]
 
 
@@ -147,19 +150,25 @@ class Workbench:
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
-    description = _read(lambda self: self.hosts.description, "What it was opened with, or moved to.")
-    placement = _read(lambda self: self.hosts.placement, "Which roles share which devices.")
-    groups = _read(lambda self: self.runner.groups.by_role, "The worker groups by role.")
-    lead = _read(lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
-    store = _read(lambda self: self.runner.batches.store, "What stages made, by name and version.")
-    scheduler = _read(lambda self: self.runner.scheduler, "Decides when each run starts.")
-    run_log = _read(lambda self: self.runner.run_log, "The stages that this kernel called.")
-    weights = _read(lambda self: self.runner.counters.weights, "Which weights each role has.")
-    iteration = _read(lambda self: self.runner.counters.iteration, "That under way, or the last one, by its number.")
-    last_metrics = _read(lambda self: self.runner.counters.last_metrics, "The metrics of this iteration, by stage.")
-    looks = _read(lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look.")
-    checkpoint = _read(lambda self: self.position.checkpoint, "The checkpoint that it went on from.")
-    calibration = _read(lambda self: self._predictor.calibration, "What `calibrate` has found.")
+    description = _read(Description, lambda self: self.hosts.description, "What it was opened with, or moved to.")
+    placement = _read(Placement, lambda self: self.hosts.placement, "Which roles share which devices.")
+    groups = _read(Mapping[str, WorkerGroup], lambda self: self.runner.groups.by_role, "The worker groups by role.")
+    lead = _read(WorkerGroup, lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
+    store = _read(Store, lambda self: self.runner.batches.store, "What stages made, by name and version.")
+    scheduler = _read(Scheduler, lambda self: self.runner.scheduler, "Decides when each run starts.")
+    run_log = _read(RunLog, lambda self: self.runner.run_log, "The stages that this kernel called.")
+    weights = _read(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
+    iteration = _read(int, lambda self: self.runner.counters.iteration, "Its number: that under way, or the last one.")
+    last_metrics = _read(
+        dict[str, MetricValues],
+        lambda self: self.runner.counters.last_metrics,
+        "The metrics of this iteration, by stage.",
+    )
+    looks = _read(
+        bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look."
+    )
+    checkpoint = _read(Checkpoint | None, lambda self: self.position.checkpoint, "The one that it went on from.")
+    calibration = _read(Calibration | None, lambda self: self._predictor.calibration, "What `calibrate` has found.")
     compute_advantages = AdvantagesOperation()  # of no role
 
     @property
