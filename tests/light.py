@@ -13,7 +13,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY
 from workbench.backends.inline import InlineBackend
-from workbench.backends.starting import load_roles
+from workbench.backends.starting import begin_loading, settle
 from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.messages.calls import HostInfo
@@ -49,7 +49,7 @@ def together(models: Mapping[str, type | None], placement: wb.Placement, runs: P
     lab = Workbench(description, runs)
     lab.hosts.backend = Together()
     lab.hosts.backend.start(lab.hosts.infos)
-    load_roles(lab.hosts.backend, lab.hosts.infos, description, lambda text: None)
+    settle(lab.hosts.backend, begin_loading(lab.hosts.backend, lab.hosts.infos, description, print), print)
     torch.set_num_threads(threads)
     with lab:
         yield lab

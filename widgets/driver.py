@@ -1,7 +1,4 @@
-"""When panels work: what their buttons start, in a thread of its own; when they draw; whether the kernel can react.
-
-The front end's modules, as one text: Jupyter takes a widget's module alone, without the files that it imports.
-"""
+"""When panels work: what their buttons start, in a thread of its own; when they draw; whether the kernel can react."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILIN
 
 @cache
 def module(name: str) -> str:
-    """A file of `static/`, with the files that it imports put before it, each once.
+    """A file of `static/`, with the files that it imports put before it: Jupyter takes a widget's module alone.
 
     Each file is an ES module of its own, which a browser, or a checker, takes as it is. Put together they share one
     scope: a name at the top of a file is used in no other (a test looks).

@@ -1,14 +1,13 @@
-"""Memory of each device over time by owner, against what the device has; and what is where now.
-
-What one device held over time: columns that grow at their ends, and are thinned where they are long.
-"""
+"""Memory of each device over time by owner, against what the device has; and what is where now."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -21,76 +20,44 @@ from workbench_widgets.charts import Charts
 from workbench_widgets.view import button, entry
 
 MOST_POINTS = 500
-Owner = tuple[str, str]  # role and use
 Peak = tuple[float, int, str]  # unix time, bytes, the stage
 
 
-class MemoryHistory:
-    """Readings of one device, and the highest use within each stage: of both at most `MOST_POINTS`.
-
-    Where there are more, the highest of each `each` readings, or `each_peak` stages, stays, and of both the last one.
-
-    times_s, iterations, held_bytes: columns of the readings, the last by owner. last: the last reading, whole.
-    """
+class Thinned:
+    """A record of many rows in at most `MOST_POINTS`: the highest of each `each` rows, and the last one."""
 
     def __init__(self) -> None:
-        self.times_s: list[float] = []
-        self.iterations: list[int] = []
-        self.held_bytes: dict[Owner, list[int]] = {}
-        self.last: MemoryReading | None = None
-        self.peaks: list[Peak] = []
-        self.each = self.each_peak = 1
-        self._numbers: list[int] = []  # of the readings that stayed, and of such stages, counted from the first
-        self._peak_numbers: list[int] = []
+        self.each, self._count = 1, 0
+        self._rows: dict[int, tuple[int, Any]] = {}  # by number: how high it is, and the row
+
+    def add(self, height: int, row: Any) -> None:
+        self._rows[self._count] = height, row
+        self._count += 1
+        if len(self._rows) <= MOST_POINTS:
+            return
+        while self._count > self.each * MOST_POINTS // 2:  # a power of two: stretches lie within those of the next one
+            self.each *= 2
+        stretches = itertools.groupby(self._rows, lambda number: number // self.each)
+        kept = {max(numbers, key=lambda number: self._rows[number][0]) for _, numbers in stretches}
+        kept.add(self._count - 1)
+        self._rows = {number: row for number, row in self._rows.items() if number in kept}
+
+    def rows(self) -> list[Any]:
+        return [row for _, row in self._rows.values()]
+
+
+@dataclass
+class MemoryHistory:
+    """Of one device. readings: seconds, iteration, and bytes by role and use; last: the last one, whole. peaks: the
+    highest use within each stage, see `Peak`."""
+
+    readings: Thinned = field(default_factory=Thinned)
+    peaks: Thinned = field(default_factory=Thinned)
+    last: MemoryReading | None = None
 
     def add(self, reading: MemoryReading) -> None:
-        shares = reading.shares()
-        for owner, n in shares.items():
-            if n:
-                self.held_bytes.setdefault(owner, [0] * len(self.times_s))
-        for owner, column in self.held_bytes.items():
-            column.append(shares.get(owner, 0))
-        self.times_s.append(reading.time_s)
-        self.iterations.append(reading.iteration)
-        self._numbers.append(self._numbers[-1] + 1 if self._numbers else 0)
-        self.last = reading
-        if len(self.times_s) > MOST_POINTS:
-            self.each = _stretch(self._numbers[-1] + 1)
-            used_bytes = [sum(held) for held in zip(*self.held_bytes.values(), strict=True)]
-            kept = _highest(self._numbers, used_bytes, self.each)
-            self.times_s = [self.times_s[n] for n in kept]
-            self.iterations = [self.iterations[n] for n in kept]
-            self.held_bytes = {owner: [column[n] for n in kept] for owner, column in self.held_bytes.items()}
-            self._numbers = [self._numbers[n] for n in kept]
-
-    def add_peak(self, peak: Peak) -> None:
-        """Take in the highest use within a stage."""
-        self.peaks.append(peak)
-        self._peak_numbers.append(self._peak_numbers[-1] + 1 if self._peak_numbers else 0)
-        if len(self.peaks) > MOST_POINTS:
-            self.each_peak = _stretch(self._peak_numbers[-1] + 1)
-            kept = _highest(self._peak_numbers, [held for _, held, _ in self.peaks], self.each_peak)
-            self.peaks = [self.peaks[n] for n in kept]
-            self._peak_numbers = [self._peak_numbers[n] for n in kept]
-
-
-def _stretch(count: int) -> int:
-    """Of how many one stays: the power of two that leaves at most half of `MOST_POINTS`, so that stretches of one
-    thinning lie within those of the next."""
-    each = 1
-    while count > each * MOST_POINTS // 2:
-        each *= 2
-    return each
-
-
-def _highest(numbers: Sequence[int], held_bytes: Sequence[int], each: int) -> list[int]:
-    """The place of the highest of each stretch of numbers, and of the last of all."""
-    places: dict[int, int] = {}
-    for place, number in enumerate(numbers):
-        best = places.setdefault(number // each, place)
-        if held_bytes[place] > held_bytes[best]:
-            places[number // each] = place
-    return sorted({*places.values(), len(numbers) - 1})
+        shares, self.last = reading.shares(), reading
+        self.readings.add(sum(shares.values()), (reading.time_s, reading.iteration, shares))
 
 
 EVERY_S = 2.0
@@ -174,8 +141,8 @@ class Memory(Charts):
                 if not row["parent"] and row["peak_memory_bytes"]:
                     self._rows += 1
                     words = f"{row['stage']} on {row['role']}, run {row['run']}"
-                    peak = (row["end_s"], row["peak_memory_bytes"], words)
-                    self._devices.setdefault(row["device"], MemoryHistory()).add_peak(peak)
+                    peak: Peak = (row["end_s"], row["peak_memory_bytes"], words)
+                    self._devices.setdefault(row["device"], MemoryHistory()).peaks.add(peak[1], peak)
                     self._start_s = min(self._start_s, row["end_s"])
 
     # --- what it shows ------------------------------------------------------------------------------------------------
@@ -196,23 +163,25 @@ class Memory(Charts):
             return [self._chart(name, self._devices[name]) for name in sorted(self._devices, key=_by_number)]
 
     def _chart(self, name: str, device: MemoryHistory) -> Chart:
-        styles = role_styles(role for role, _ in device.held_bytes)
-        x = [time_s - self._start_s for time_s in device.times_s]
-        words = [f"iteration {iteration}" for iteration in device.iterations]
+        readings = device.readings.rows()
+        owners = dict.fromkeys(owner for *_, shares in readings for owner, held in shares.items() if held)
+        styles = role_styles(role for role, _ in owners)
+        x = [time_s - self._start_s for time_s, *_ in readings]
+        words = [f"iteration {iteration}" for _, iteration, _ in readings]
         curves = [
             Curve(
                 name=f"{role}: {use.replace('_', ' ')}",
                 x=x,
-                y=list(held_bytes),
+                y=[shares.get((role, use), 0) for *_, shares in readings],
                 kind="area",
                 stroke=OTHER if role == "other" else Stroke(styles[role].colour),
                 hatch="." if role == "other" else USE_HATCHES.get(use, "."),
                 words=words,
             )
-            for (role, use), held_bytes in sorted(device.held_bytes.items(), key=lambda item: item[0][0] == "other")
+            for role, use in sorted(owners, key=lambda owner: owner[0] == "other")
         ]
-        if device.peaks:
-            times, tops, stages = zip(*device.peaks, strict=True)
+        if peaks := device.peaks.rows():
+            times, tops, stages = zip(*peaks, strict=True)
             x = [time_s - self._start_s for time_s in times]
             curves.append(Curve(name="peak in a stage", x=x, y=tops, kind="points", stroke=PEAK, words=stages))
         title, note, limit = name, "", None
@@ -220,8 +189,8 @@ class Memory(Charts):
             last = device.last
             title = f"{name}, {last.host}"
             note = f"{bytes_text(sum(last.shares().values()))} of {bytes_text(last.capacity_bytes)}"
-            if device.each > 1:
-                note += f"; older points: the highest of {device.each} readings"
+            if (each := device.readings.each) > 1:
+                note += f"; older points: the highest of {each} readings"
             whose = "of the GPU" if last.on_gpu else f"of the machine {last.machine}, for all its processes"
             limit = (last.capacity_bytes, f"{bytes_text(last.capacity_bytes)} {whose}") if self.capacity else None
         return Chart(

@@ -1,7 +1,4 @@
-"""The placement editor: roles as cards in pools, a draft of another placement, what it would cost, and the move.
-
-Placements on offer, and what placements would cost: asked in a thread, because hosts may answer slowly.
-"""
+"""The placement editor: roles as cards in pools, a draft of another placement, what it would cost, and the move."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ class Question(NamedTuple):
 
 
 class Costs:
-    """Answers the newest question, then prices the placements on offer. count: grows with each answer."""
+    """In a thread, as hosts may be slow: answers the newest question, then prices the offers. count: of answers."""
 
     def __init__(self, lab: Any) -> None:
         self._lab = lab

@@ -1,7 +1,4 @@
-"""The arguments of a stage that is to run as a form: value, default, where it comes from, and two ways to change it.
-
-What took how long in a stage, by rank, with a word on what each figure covers.
-"""
+"""The arguments of a stage that is to run as a form: value, default, where it comes from, and two ways to change it."""
 
 from __future__ import annotations
 

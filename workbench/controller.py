@@ -99,6 +99,12 @@ def _method_of(
     return call
 
 
+def _read(kind: Any, read: Callable[[Workbench], _R], doc: str) -> _R:
+    """A property that one of the workbench's parts has. kind: its type, for the API reference."""
+    read.__annotations__ = {"return": kind}
+    return property(read, doc=doc)  # type: ignore[return-value]
+
+
 @checks_calls("lab")
 class Workbench:
     """Live handles to the worker groups of one RLHF system. Made by `wb.open` and `wb.attach`.
@@ -120,13 +126,14 @@ class Workbench:
         self.telemetry, counters = TelemetryStore(run_folder), Counters()
         groups = Groups(self.hosts, self.ownership, counters, self)
         batches = BatchStore(self.hosts, groups, self.ownership, counters, psutil.virtual_memory().total // 10)
-        # the types of parts are declared for `_method_of`, which the class body calls
+        # the types of parts are declared for `_method_of` and `_read`, which the class body calls
         self.runner: StageRunner = StageRunner(self.hosts, self.ownership, groups, counters, batches, self.telemetry)
         loaded.note()
         self._reloader: Reloader = Reloader(self.runner, _groups_of_process)
         groups.delegate_rollout = lambda: RolloutCaller(self.runner)
         groups.make()
-        self.position, self.conversation = Position(counters, batches, self.runner.live.note), Conversations(self)
+        self.position: Position = Position(counters, batches, self.runner.live.note)
+        self.conversation = Conversations(self)
         self.buffer = self.position.buffer
         self.history: History = History(self.hosts, groups, self.telemetry)
         self._topology: Topology = Topology(self.hosts, self.ownership, groups, counters, self.telemetry)
@@ -143,67 +150,26 @@ class Workbench:
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
-    @property
-    def description(self) -> Description:
-        """What it was opened with, or moved to."""
-        return self.hosts.description
-
-    @property
-    def placement(self) -> Placement:
-        """Which roles share which devices."""
-        return self.hosts.placement
-
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup]:
-        """The worker groups by role."""
-        return self.runner.groups.by_role
-
-    @property
-    def lead(self) -> WorkerGroup:
-        """The group whose tokenizer makes the tokens."""
-        return self.runner.groups.lead
-
+    description = _read(Description, lambda self: self.hosts.description, "What it was opened with, or moved to.")
+    placement = _read(Placement, lambda self: self.hosts.placement, "Which roles share which devices.")
+    groups = _read(Mapping[str, WorkerGroup], lambda self: self.runner.groups.by_role, "The worker groups by role.")
+    lead = _read(WorkerGroup, lambda self: self.runner.groups.lead, "The group whose tokenizer makes the tokens.")
+    store = _read(Store, lambda self: self.runner.batches.store, "What stages made, by name and version.")
+    scheduler = _read(Scheduler, lambda self: self.runner.scheduler, "Decides when each run starts.")
+    run_log = _read(RunLog, lambda self: self.runner.run_log, "The stages that this kernel called.")
+    weights = _read(Mapping[str, Weights], lambda self: self.runner.counters.weights, "Which weights each role has.")
+    iteration = _read(int, lambda self: self.runner.counters.iteration, "Its number: that under way, or the last one.")
+    last_metrics = _read(
+        dict[str, MetricValues],
+        lambda self: self.runner.counters.last_metrics,
+        "The metrics of this iteration, by stage.",
+    )
+    looks = _read(
+        bool, lambda self: not self.ownership.drives, "Whether another kernel drives it: this one may only look."
+    )
+    checkpoint = _read(Checkpoint | None, lambda self: self.position.checkpoint, "The one that it went on from.")
+    calibration = _read(Calibration | None, lambda self: self._predictor.calibration, "What `calibrate` has found.")
     compute_advantages = AdvantagesOperation()  # of no role
-
-    @property
-    def store(self) -> Store:
-        """What stages made, by name and version."""
-        return self.runner.batches.store
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Decides when each run starts."""
-        return self.runner.scheduler
-
-    @property
-    def run_log(self) -> RunLog:
-        """The stages that this kernel called."""
-        return self.runner.run_log
-
-    @property
-    def weights(self) -> Mapping[str, Weights]:
-        """Which weights each role has."""
-        return self.runner.counters.weights
-
-    @property
-    def iteration(self) -> int:
-        """The number of the iteration under way, or of the last one."""
-        return self.runner.counters.iteration
-
-    @property
-    def last_metrics(self) -> dict[str, MetricValues]:
-        """The metrics of this iteration, by stage."""
-        return self.runner.counters.last_metrics
-
-    @property
-    def looks(self) -> bool:
-        """Whether another kernel drives it, so that this one may only look."""
-        return not self.ownership.drives
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that it went on from."""
-        return self.position.checkpoint
 
     @property
     def algorithm(self) -> Algorithm | None:
@@ -213,11 +179,6 @@ class Workbench:
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm | None) -> None:
         self.position.algorithm = algorithm
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What `calibrate` has found."""
-        return self._predictor.calibration
 
     def __getattr__(self, name: str) -> WorkerGroup:
         roles = self.__dict__["runner"].groups.by_role if "runner" in self.__dict__ else {}

@@ -60,7 +60,7 @@ def test_autocast_is_that_of_a_trainer_in_bfloat16(lab: wb.Workbench, batch: Any
 
 def test_logits_in_float32_are_products_of_float32(lab: wb.Workbench, batch: Any) -> None:
     """Held in bf16 and scored in fp32, the head adds no rounding: the float64 product of the same states is as near."""
-    from workbench.workers.precision import computing_in
+    from workbench.workers.roles.reference import computing_in
 
     module = lab.hosts.backend._hosts["shared-0"].workers["actor"].engine.module  # type: ignore[attr-defined]
     head, seen = module.model.get_output_embeddings(), []

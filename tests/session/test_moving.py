@@ -16,7 +16,7 @@ from tests.cases import TINY, hosts_of, stored, tiny_lab, update_on, vowels
 from tests.expected import expect_error
 from tests.light import Together
 from workbench.backends.base import Pending
-from workbench.backends.starting import load_roles
+from workbench.backends.starting import begin_loading, settle
 from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.errors import BadInput, NotFound, StageError
@@ -58,7 +58,7 @@ def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Itera
     lab.hosts.description = description
     lab.hosts.backend = OfOneRank()
     lab.hosts.backend.start(lab.hosts.infos)
-    load_roles(lab.hosts.backend, lab.hosts.infos, description, lambda text: None)
+    settle(lab.hosts.backend, begin_loading(lab.hosts.backend, lab.hosts.infos, description, print), print)
     yield lab
     lab.hosts.backend.close()
     torch.set_num_threads(threads)

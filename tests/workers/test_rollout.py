@@ -15,7 +15,7 @@ import workbench as wb
 from tests.cases import TINY, hosts_of, stored, tiny_lab, vowels
 from tests.expected import expect_error
 from tests.light import Together
-from workbench.backends.starting import load_roles
+from workbench.backends.starting import begin_loading, settle
 from workbench.batches.columns import Ragged
 from workbench.config.description import Description
 from workbench.controller import Workbench
@@ -45,7 +45,7 @@ def apart(runs: Path, models: dict[str, Any], **options: Any) -> Iterator[Any]:
     lab = Workbench(replace(described(models, POOLS, **options), backend="inline"), runs)
     lab.hosts.backend = Together()
     lab.hosts.backend.start(lab.hosts.infos)
-    load_roles(lab.hosts.backend, lab.hosts.infos, lab.description, lambda text: None)
+    settle(lab.hosts.backend, begin_loading(lab.hosts.backend, lab.hosts.infos, lab.description, print), print)
     torch.set_num_threads(threads)
     with lab:
         yield lab

@@ -14,7 +14,7 @@ from workbench.algorithms.lab import Lab
 from workbench.algorithms.loop import GroupSize, RolloutAlgorithm
 from workbench.algorithms.waiting import end_to_end
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, numbers_in, ragged_in
 from workbench.objectives.estimators import response_scores
 from workbench.objectives.groups import with_variance
 from workbench.support.intervals import clustered_half_width
@@ -99,8 +99,7 @@ class DAPO(RolloutAlgorithm):
         lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
         whole = end_to_end([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
-        uids = whole.fetch(["prompt_uid"])["prompt_uid"]
-        assert isinstance(uids, Tensor)
+        uids = numbers_in(whole.fetch(["prompt_uid"]), "prompt_uid")
         return whole.take(_spread(uids.numpy(), min(rows, wanted)))
 
 
@@ -130,11 +129,9 @@ def _varied(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     prompt of each valid response."""
     status = ["valid"] if "valid" in batch.names else []
     table = batch.fetch(["rewards", "prompt_uid", "response_mask", *status])
-    rewards, uids, mask = table["rewards"], table["prompt_uid"], table["response_mask"]
-    assert isinstance(mask, Ragged)
-    rewards = rewards.pad() if isinstance(rewards, Ragged) else rewards
-    assert isinstance(rewards, Tensor) and isinstance(uids, Tensor)
-    scores_N = response_scores(rewards, mask.pad())
+    rewards, uids = table["rewards"], numbers_in(table, "prompt_uid")
+    rewards = rewards.pad() if isinstance(rewards, Ragged) else numbers_in(table, "rewards")
+    scores_N = response_scores(rewards, ragged_in(table, "response_mask").pad())
     valid_N = torch.as_tensor(table["valid"]).bool() if status else torch.ones(len(scores_N), dtype=torch.bool)
     scores_N, scored_N = scores_N[valid_N], uids[valid_N]
     return scores_N, torch.isin(uids, scored_N[with_variance(scores_N, scored_N)]), scored_N

@@ -1,8 +1,4 @@
-"""The stages of an algorithm as a graph, and changes of it from a cell or a panel.
-
-Tracing an algorithm: `define` runs on stand-ins that compute nothing and record the stages that it calls, and which
-of their arguments come from fields of the algorithm.
-"""
+"""The stages of an algorithm as a graph, and changes of it from a cell or a panel."""
 
 from __future__ import annotations
 

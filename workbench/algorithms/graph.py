@@ -1,9 +1,4 @@
-"""A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs.
-
-`tracing.trace` records the stages. They are then run, one at a time or all, by the calls of a notebook.
-
-Values of an algorithm's fields that can be told apart from equal ones: which argument comes from which field?
-"""
+"""A dataflow as a value: the stages of an algorithm, what each reads and writes, and on which role it runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Fields of an algorithm that are assigned while it runs: checked at once, recorded, kept for a later kernel.
-
-What is recorded of algorithms: their settings when an iteration begins, and, in a notebook, what each call ran: an
-export reads it where a panel called an algorithm, and where a cell was interrupted.
-"""
+"""Fields of an algorithm that are assigned while it runs: checked at once, recorded, kept for a later kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time.
-
-The fields of algorithms that train on scored responses of the actor.
-"""
+"""Base of the algorithms: the stages as a graph, run one stage, one iteration, or n iterations at a time."""
 
 from __future__ import annotations
 
@@ -349,12 +346,12 @@ class Algorithm(StageEdits):
                         metrics = self.iterate()
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     updates = {stage.name for stage in self.graph().stages if stage.updates}
-                    used = any(_has_begun(made) for name, made in self.made.items() if name in updates)
+                    sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
                     goes_on = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
-                    if used:
+                    if updates & sent:
                         self._from_buffer = ()
                     if not self._under_way:
                         self.restart()
@@ -448,11 +445,6 @@ def _is_there(made: Any) -> bool:
     return not isinstance(made, Run) or made.state == "done"
 
 
-def _has_begun(made: Any) -> bool:
-    """Whether an update, which may be pending, has been sent to its ranks."""
-    return not isinstance(made, Run) or bool(made.calls)
-
-
 GroupSize = Annotated[Whole, Field(ge=2)]  # samples of a prompt, where they are each other's baseline
 
 
@@ -474,5 +466,4 @@ class RolloutAlgorithm(Algorithm):
 
     @property
     def _penalty_role(self) -> tuple[str, ...]:
-        """The role that a KL penalty needs: none where its coefficient is 0."""
         return ("reference",) if getattr(self, "kl_coefficient", 0) else ()

@@ -12,7 +12,7 @@ from workbench.backends import registry
 from workbench.backends.base import Backend, Pending, answered
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
-from workbench.backends.starting import Wait, join_pools, load_roles
+from workbench.backends.starting import Wait, begin_loading, join_pools, settle
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -58,11 +58,9 @@ class Hosts:
 
     @property
     def whole(self) -> list[HostInfo]:
-        """The hosts of pools that were not lost."""
         return [info for info in self.infos if info.pool not in self.lost]
 
     def named(self) -> dict[str, HostInfo]:
-        """Every host by its name."""
         return {info.name: info for info in self.infos}
 
     def place_of(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
@@ -90,7 +88,7 @@ class Hosts:
         waits += [] if self.inline else [Wait("start", checked_s, time.time(), "Ray")]
         self.backend.start(self.infos)
         join_pools(self.backend, self.infos, note)
-        load_roles(self.backend, self.infos, description, note)
+        settle(self.backend, begin_loading(self.backend, self.infos, description, note), note)
         return waits
 
     def attach(self, controller: str, address: str | None) -> set[str]:

@@ -58,21 +58,6 @@ def join_pools(backend: Backend, infos: Sequence[HostInfo], note: Note) -> None:
     settle(backend, joining, note)
 
 
-def load_roles(
-    backend: Backend,
-    infos: Sequence[HostInfo],
-    description: Description,
-    note: Note,
-    *,
-    roles: Mapping[str, Collection[str]] | None = None,
-) -> None:
-    """Load the models of roles; those of different pools at the same time. Raises as `settle` does.
-
-    roles: which, by pool; None: all.
-    """
-    settle(backend, begin_loading(backend, infos, description, note, roles=roles), note)
-
-
 def begin_loading(
     backend: Backend,
     infos: Sequence[HostInfo],
@@ -82,7 +67,10 @@ def begin_loading(
     roles: Mapping[str, Collection[str]] | None = None,
     beside: Collection[str] = (),
 ) -> list[Step]:
-    """`load_roles` without waiting. beside: the pools whose hosts have roles already, which these are to replace."""
+    """Begin to load the models of roles, those of different pools at the same time; `settle` waits for them.
+
+    roles: which, by pool; None: all. beside: the pools whose hosts have roles already, which these are to replace.
+    """
     lead = description.models[description.lead]
     options = {"seed": description.seed, "tokenizer_name": str(lead.name), "folder": str(Path.cwd())}
     loading, rooms = [], description.rooms()

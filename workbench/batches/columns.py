@@ -5,11 +5,6 @@ A column is one of
     Tensor   [rows, ...]   numbers of one shape a row (a reward)
     Ragged   [rows, *]     numbers of varying length a row (tokens, log-probabilities), packed: no padding is stored
     list     [rows]        anything else (text, answers)
-
-Tables on their way between processes: arrays in place of tensors, which pickle protocol 5 moves without a copy.
-
-Tables as tensordicts, for users who want them: ragged columns are nested tensors of jagged layout, lists non-tensor
-data. Only what makes or reads one imports tensordict, which takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import WorkbenchError
+from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 
 if TYPE_CHECKING:
@@ -106,7 +101,6 @@ def nbytes(column: ColumnValues) -> int:
 
 
 def table_bytes(table: Mapping[str, ColumnValues]) -> int:
-    """Bytes of all columns, see `nbytes`."""
     return sum(map(nbytes, table.values()))
 
 
@@ -126,6 +120,27 @@ def kind_of(column: ColumnValues) -> str:
     if isinstance(column, Tensor):
         return f"a Tensor [{', '.join(('rows', *map(str, column.shape[1:])))}]"
     return f"a list of {', '.join(sorted({type(value).__name__ for value in column})) or 'Python objects'}"
+
+
+def ragged_in(table: Mapping[str, ColumnValues], name: str) -> Ragged:
+    """A token column of a table; `BadInput` where the column of that name is another kind."""
+    column = table[name]
+    if not isinstance(column, Ragged):
+        raise BadInput(
+            f"column {name!r} is {kind_of(column)}",
+            "it must be a Ragged, with one number a token of each row",
+            "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
+            "mask.like(torch.repeat_interleave(x, mask.lengths))",
+        )
+    return column
+
+
+def numbers_in(table: Mapping[str, ColumnValues], name: str) -> Tensor:
+    """A column of one number a row; `BadInput` where the column of that name is another kind."""
+    column = table[name]
+    if not isinstance(column, Tensor) or column.ndim != 1:
+        raise BadInput(f"column {name!r} is {kind_of(column)}", "it must be a Tensor [rows], one number a row")
+    return column
 
 
 def check_form(name: str, column: object, error: type[WorkbenchError], where: str = "") -> None:

@@ -1,7 +1,4 @@
-"""Where two verifiers of the same responses disagree: `batch.disagreements("math", "judge")`.
-
-Two verifiers side by side: how often they agree, and the rows on which they differ most.
-"""
+"""Where two verifiers of the same responses disagree: `batch.disagreements("math", "judge")`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Where the rows of a column lie, and which of them a rank has to pull from whom. Pure index arithmetic.
-
-Which rows go to which minibatch, and to which rank so that all ranks have equally much to do.
-
-What a handle refers to: columns on hosts, and how many handles refer to each shard.
-"""
+"""Where the rows of a column lie, and which of them a rank has to pull from whom. Pure index arithmetic."""
 
 from __future__ import annotations
 

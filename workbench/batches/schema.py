@@ -1,8 +1,6 @@
 """The columns that workbench's own stages write and read, and what holds of each where a stage reads it.
 
 `schema_check` compares a batch with this table. A column that is not in it is a user's own, and may hold anything.
-
-Rewards of rows by prompt, as a stage that scores tells them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Responses of several turns: where each ends, who wrote what, and means over what the policy wrote.
-
-Responses of several contexts: where each begins, and how long each is.
-"""
+"""Responses of several turns, and of several contexts: where each begins and ends, who wrote what, means of turns."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged
+from workbench.batches.columns import ColumnValues, Ragged, ragged_in
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.errors import BadInput
 
@@ -70,8 +67,8 @@ def frame_of_turns(
     numbers: of the conversations in their batch."""
     import pandas as pd
 
-    ids, starts, ends = (_rows(table[name]) for name in ("response_ids", "turn_starts", "turn_ends"))
-    masks = [row.bool() for row in _rows(table["response_mask"])]
+    ids, starts, ends = (ragged_in(table, name).rows() for name in ("response_ids", "turn_starts", "turn_ends"))
+    masks = [row.bool() for row in ragged_in(table, "response_mask").rows()]
     ends_of_turns(Ragged.of(ends, torch.int64), torch.tensor([len(row) for row in ids]))
     lines: list[dict[str, Any]] = []
     for i, number in enumerate(numbers):
@@ -98,11 +95,6 @@ def frame_of_turns(
 OF_TOKENS = {"values": "value", "advantages": "advantage", "returns": "return"}
 
 
-def _rows(column: ColumnValues) -> list[Tensor]:
-    assert isinstance(column, Ragged)
-    return column.rows()
-
-
 def _reward(table: Mapping[str, ColumnValues], i: int, turn: int, tokens: slice, last: bool) -> float:
     scores = table.get("rewards")
     if isinstance(scores, Ragged):
@@ -118,7 +110,7 @@ def _of_tokens(table: Mapping[str, ColumnValues], i: int, mask: Tensor, tokens: 
     found = {}
     for column, name in OF_TOKENS.items():
         if column in table:
-            row = _rows(table[column])[i][tokens].tolist()
+            row = ragged_in(table, column).rows()[i][tokens].tolist()
             found[name] = row[0] if name == "value" else chosen_mean(row, mask[tokens].tolist())
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.batches.batch import Batch
 from workbench.checks import CHECKS, UPDATING
-from workbench.checks.invariants import FROZEN
+from workbench.checks.invariants import FROZEN, ROUNDING
 from workbench.checks.loss_checks import COMPARING, LOSS_CHECKS, LossSubject, contributions
 from workbench.checks.loss_inputs import role_of
 from workbench.checks.report import CheckReport, Finding, NotApplicable
@@ -101,8 +101,8 @@ def _check_loss(lab: Lab, chosen: Sequence[str], loss: Any, batch: Any) -> Check
 
 def _run(checks: Mapping[str, Callable[[Any], Finding]], subject: Any, name: str) -> Finding:
     try:
-        if isinstance(subject, LossSubject) and name in COMPARING:
-            subject.need_repeats()
+        if isinstance(subject, LossSubject) and name in COMPARING and not subject.repeats[0] <= ROUNDING[0]:
+            raise NotApplicable(f"{subject.repeats[1]}: nothing can be compared")
         found = checks[name](subject)
     except NotApplicable as reason:
         found = Finding(verdict="not applicable", about=str(reason))

@@ -1,7 +1,4 @@
-"""Whether one evaluation is better than another: their difference on the same prompts, with an interval.
-
-What `lab.evaluate` returns: a frame with a row a data set, and one with a row a response.
-"""
+"""Whether one evaluation is better than another: their difference on the same prompts, with an interval."""
 
 from __future__ import annotations
 

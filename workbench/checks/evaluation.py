@@ -1,7 +1,4 @@
-"""`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations.
-
-And what one gets that samples a prompt k times and keeps one response: by a vote, or by a score.
-"""
+"""`lab.evaluate()`: how the policy does on data that it is not trained on, between two iterations."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, ragged_in
 from workbench.checks.compare_evaluations import Evaluation, of_data
 from workbench.data.prompt_rows import PromptRow
 from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
@@ -24,7 +21,6 @@ from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.objectives.pass_at_k import pass_at_k
 from workbench.settings.engines import Sampling
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
@@ -33,6 +29,21 @@ from workbench.support.validation import whole
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
     from workbench.batches.batch import Batch
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The unbiased estimate of the probability that at least one of k samples of a prompt passes,
+
+        1 - C(n - c, k) / C(n, k),      n = samples, c = passed of them, k <= n
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: the share of the k-subsets of the n samples that
+    hold a pass. (1 - (1 - c/n)^k is biased.) Raises `BadInput` unless 0 <= passed <= samples and 1 <= k <= samples.
+    """
+    if not (1 <= k <= samples and 0 <= passed <= samples):
+        raise BadInput(
+            f"pass_at_k(samples={samples}, passed={passed}, k={k})", "0 <= passed <= samples and 1 <= k <= samples"
+        )
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 MOST_SUBSETS = 2000
@@ -216,8 +227,7 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
     status = [name for name in ("valid", "failure") if name in scored.names]
     parts = [name for name in scored.names if name.startswith("rewards/")]
     found = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
-    mask, ids = found["response_mask"], found["response_ids"]
-    assert isinstance(mask, Ragged) and isinstance(ids, Ragged)
+    mask, ids = ragged_in(found, "response_mask"), ragged_in(found, "response_ids")
     decode = lab.runner.batches.tokenizer.decode
     columns: dict[str, Any] = {
         "prompt_index": np.repeat([row.index for row in rows], asked.samples),

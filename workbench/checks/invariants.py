@@ -1,15 +1,4 @@
-"""The invariants of a live system, one function a check.
-
-What an update changes: the weights of its role, alike on all ranks, and nothing else.
-
-Are the advantages those of the tokens that the policy chose, whichever rank has which rows.
-
-Do the models that should agree agree: the engine that samples, the trainer, the reference.
-
-Does a forward pass say the same of a row whenever it is asked: in an update, and in any company.
-
-Is the gradient that of the loss: nothing outside the mask in it, the right denominator, and finite.
-"""
+"""The invariants of a live system, one function a check."""
 
 from __future__ import annotations
 

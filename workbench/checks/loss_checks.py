@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.checks.invariants import ROUNDING, relative_difference
 from workbench.checks.loss_inputs import Held, LossInputs, role_of
 from workbench.checks.report import Finding, NotApplicable, finding
@@ -50,9 +50,7 @@ class LossSubject:
         self.column = "values" if self.role == "critic" else "old_log_prob"  # of the model as it is
         self.rows = list(range(batch.rows))
         if "valid" in batch.names:
-            valid = batch.fetch(["valid"])["valid"]
-            assert isinstance(valid, Tensor)  # the schema has numbers
-            self.rows = valid.bool().nonzero()[:, 0].tolist()
+            self.rows = numbers_in(batch.fetch(["valid"]), "valid").bool().nonzero()[:, 0].tolist()
         if not self.rows:
             raise BadInput(
                 "a batch whose rows are all not valid",
@@ -88,8 +86,7 @@ class LossSubject:
             rows.sort()
         names = dict.fromkeys((*asked, "response_mask", "advantages", self.column))
         table = self.rollouts.fetch([name for name in names if name in self.rollouts.names], rows=rows)
-        now = self.scored.fetch([self.column], rows=rows)[self.column]
-        assert isinstance(now, Ragged)
+        now = ragged_in(self.scored.fetch([self.column], rows=rows), self.column)
         return LossInputs.of(self.function, table, now, rows, sizes)
 
     @cached_property
@@ -107,11 +104,6 @@ class LossSubject:
         one, two = self.inputs.outcome(), self.inputs.outcome()
         gap = max(_relative(one[what] - two[what], one[what]) for what in one)
         return gap, "two calls with the same numbers give two losses or gradients, as with random numbers"
-
-    def need_repeats(self) -> None:
-        """Raise `NotApplicable` for a loss that does not give the same twice."""
-        if not self.repeats[0] <= ROUNDING[0]:
-            raise NotApplicable(f"{self.repeats[1]}: nothing can be compared")
 
     def measure(self, batch: Batch, micro_batch_tokens: int | None = None, **arguments: Any) -> list[GradientReport]:
         """What each rank sees of the role's update on this batch."""

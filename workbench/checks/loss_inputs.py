@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.workers.roles.actor import OWN_METRICS, WITH_GRADIENT
 from workbench.workers.roles.critic import OWN_METRICS as OF_CRITIC
 from workbench.workers.user_loss import OF_MODEL, Asked, Logits, UserFunction, checked_loss, selected
@@ -53,15 +53,12 @@ class LossInputs:
         cls, function: UserFunction, table: Table, now: Ragged, rows: Sequence[int], sizes: Mapping[str, int]
     ) -> LossInputs:
         """Of the rows of a table, where the model gives these log-probabilities, or values; entropies are made up."""
-        mask = table["response_mask"]
-        assert isinstance(mask, Ragged)
+        mask = ragged_in(table, "response_mask")
         inside_BT = mask.pad().bool()
         entropy_BT = 0.5 + 2.5 * _drawn(torch.rand, inside_BT, 0)
         given = {"log_prob": now.pad(), "entropy": entropy_BT, **dict.fromkeys(OF_MODEL, 0 * entropy_BT)}
         if role_of(function) == "critic":
-            old = table["values"]
-            assert isinstance(old, Ragged)
-            given = {"values": now.pad(), "old_values": old.pad()}
+            given = {"values": now.pad(), "old_values": ragged_in(table, "values").pad()}
         values: dict[str, Any] = {}
         of_tokens = set()
         for name in Asked.by(function).names:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, ragged_in
 from workbench.display.curves import STROKES, Chart, Charted, Curve
 from workbench.display.html import table
 from workbench.display.interrupts import stoppable
@@ -114,8 +114,7 @@ def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mi
         wanted = ("response_mask", *(() if batch.meta.get(TRUNCATION) and not masked else ("rollout_log_prob",)))
         names += [name for name in wanted if name in scored.names]
         found = scored.fetch(names)
-    ids = found["response_ids"]
-    assert isinstance(ids, Ragged)
+    ids = ragged_in(found, "response_ids")
     mask = found.get("response_mask")
     kept = mask.values.bool() if isinstance(mask, Ragged) else torch.ones(len(ids.values), dtype=torch.bool)
     lengths = ids.lengths.tolist()
@@ -124,15 +123,10 @@ def mismatch(lab: Lab, batch: Batch, precisions: Precisions | None = None) -> Mi
         "token": torch.cat([torch.arange(n) for n in lengths]), "token_id": ids.values,
     }  # fmt: skip
     if "rollout_log_prob" in found:
-        columns[SAMPLED] = _values(found["rollout_log_prob"])
-    columns |= {name: _values(found[f"log_prob_{name}"]) for name in precisions}
+        columns[SAMPLED] = ragged_in(found, "rollout_log_prob").values.double()
+    columns |= {name: ragged_in(found, f"log_prob_{name}").values.double() for name in precisions}
     tokens = pd.DataFrame({name: values[kept].numpy() for name, values in columns.items()})
     base = SAMPLED if SAMPLED in columns else next(iter(precisions))
     if tokens.empty:
         raise BadInput("mismatch on a batch without a token of the policy's", "its response_mask is 0 everywhere")
     return Mismatch(tokens, base)
-
-
-def _values(column: object) -> torch.Tensor:
-    assert isinstance(column, Ragged)
-    return column.values.double()

@@ -57,7 +57,6 @@ class CheckReport:
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """Those that failed."""
         return tuple(finding for finding in self.findings if finding.verdict == "failed")
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.batches.location import minibatch_rows
 from workbench.checks.report import NotApplicable
 from workbench.models.tokenizers import beginning
@@ -128,8 +128,7 @@ class Subject:
         names = ("response_ids", "response_mask", "rollout_log_prob")
         table = self.rollouts.fetch(["prompt_ids", "prompt_uid", *names])
         for name in names:
-            column = table[name]
-            assert isinstance(column, Ragged)
+            column = ragged_in(table, name)
             rows = [row[: max(1, len(row) - 2 * (i % 4))] for i, row in enumerate(column.rows())]
             table[name] = Ragged.of(rows, column.values.dtype)
         return table
@@ -139,10 +138,7 @@ class Subject:
         return len(self.ragged("response_ids"))
 
     def ragged(self, name: str) -> Ragged:
-        """A token column of the table."""
-        column = self.table[name]
-        assert isinstance(column, Ragged)
-        return column
+        return ragged_in(self.table, name)
 
     def put(self, table: Table) -> Batch:
         """A batch of these columns, sampled at the check's temperature."""
@@ -224,8 +220,7 @@ class Subject:
         outside = torch.isin(row_of, torch.tensor(list(rows))) & ~self.mask.values
         spoilt = dict(table)
         for name in names:
-            column = table[name]
-            assert isinstance(column, Ragged)
+            column = ragged_in(table, name)
             noise = GARBAGE * torch.randn(len(outside), generator=generator)
             spoilt[name] = column.like(torch.where(outside, noise, column.values))
         return spoilt

@@ -1,7 +1,4 @@
-"""`wb.runs()`: a frame of all runs, each with its settings, last metrics, data and code.
-
-Curves of several runs, with bands over seeds.
-"""
+"""`wb.runs()`: a frame of all runs, each with its settings, last metrics, data and code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`wb.sweep`: several settings, with several seeds each, one trial after the other or side by side.
-
-The ledger of a sweep: which trials have begun and ended, a line each, so that a later kernel goes on with it.
-"""
+"""`wb.sweep`: several settings, with several seeds each, one trial after the other or side by side."""
 
 from __future__ import annotations
 

@@ -241,7 +241,6 @@ def _check_environments(description: Description) -> None:
 
 
 def _check_workers(description: Description) -> None:
-    """A role's worker is one of its own kind: a subclass of its class, or one that is of no role."""
     for role, model in description.models.items():
         worker, own = model.worker, ROLE_WORKERS[role]
         if worker is None:

@@ -12,7 +12,7 @@ import torch
 
 from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.batches.turns import marked
 from workbench.conversations.answers import Answers
 from workbench.conversations.credit import Credit, Fork, Value, pictures
@@ -76,9 +76,8 @@ class Chat:
             self._sampling, {**texts, "sample_seed": self._sample_seed}, self._tokenizer, self._most
         )
         first = self._answers.beginning()
-        ids = self._row["prompt_ids"]
-        assert isinstance(ids, Ragged)
-        prompt_ids = first.prompt_ids if first.prompt_ids is not None else ids.values.tolist()
+        own = ragged_in(self._row, "prompt_ids").values.tolist()
+        prompt_ids = own if first.prompt_ids is None else first.prompt_ids
         self.tree = Tree(
             prompt_ids=prompt_ids, first_ids=first.observation_ids, decode=lab.runner.batches.decode
         )  # fmt: skip
@@ -358,9 +357,7 @@ class Chat:
         table = branch_table(
             self.tree, paths, [self._ended(path) or "max_turns" for path in paths], before_edits=before_edits
         )
-        mask = table["response_mask"]
-        assert isinstance(mask, Ragged)
-        if trains and not mask.values.any():
+        if trains and not ragged_in(table, "response_mask").values.any():
             raise BadInput(
                 "a batch without a token to train",
                 "turns that were written by hand, those before them, and those that all rows share are not trained",

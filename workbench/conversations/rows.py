@@ -1,7 +1,4 @@
-"""Branches of a conversation as rows of a batch, rows as branches, and what a hand writes as tokens.
-
-Continuations of a conversation, drawn by the stages of its workbench.
-"""
+"""Branches of a conversation as rows of a batch, rows as branches, and what a hand writes as tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 
 from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.conversations.tree import Tree, Turn
 from workbench.data.prompt_stream import prompt_table
 from workbench.data.prompts import Prompts
@@ -94,9 +91,7 @@ def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[
 
 def lists(table: Table, name: str) -> list[list[Any]]:
     """A column of numbers a row."""
-    column = table[name]
-    assert isinstance(column, Ragged)
-    return [row.tolist() for row in column.rows()]
+    return [row.tolist() for row in ragged_in(table, name).rows()]
 
 
 def add_branch(tree: Tree, parent: int | None, table: Table, row: int, version: int) -> Turn:

@@ -28,6 +28,7 @@ from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.calls.limits import limits, limits_of
 from workbench.support.calls.pickling import name_of
+from workbench.support.calls.server import CallFailed
 from workbench.support.calls.sessions import Session, UserCalls
 
 RULE = "an agent returns its reward: a finite number, a dict of them by name, or None"
@@ -101,10 +102,6 @@ class Agents:
         """These waited for the server: that is no time of their own, of which `call_timeout_s` is the limit."""
         self._session.excuse(calls, seconds)
 
-    def fail(self, call: int, what: str, rule: str, remedy: str) -> None:
-        """Give a call up, whatever it returns."""
-        self._call_failed(call, what, rule, remedy)
-
     def ended(self) -> list[tuple[int, Outcome]]:
         """The calls that have ended, by their numbers."""
         if self._open:
@@ -119,7 +116,7 @@ class Agents:
                 reward, components = value
                 self._ready.append((call, Outcome(reward=reward, components=components)))
 
-        self._session.poll(0.0, self._sampling.call_timeout_s, done, self._call_failed)
+        self._session.poll(0.0, self._sampling.call_timeout_s, done, self.fail)
         if self._session.alive:
             return
         # where it is not known which call ended the process, the next time it is
@@ -128,19 +125,16 @@ class Agents:
         self._open.clear()
         self._session = self._sessions.enter_context(self._calls.session(self._function, asks_host=True))
 
-    def _call_failed(
-        self, call: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
-    ) -> None:
+    def fail(self, call: int, why: CallFailed) -> None:
+        """Give a call up, whatever it returns."""
         if call not in self._open:  # it was given up
             return
         row = self._open.pop(call)
-        error = self.error(row, what, rule or RULE * what.startswith("returned"), remedy)
-        error.__cause__ = cause
         self._failures[row] += 1
         again = self._failures[row] <= self._sampling.retries
-        self._ready.append((call, Outcome(again=True) if again else Outcome(failure=error)))
+        self._ready.append((call, Outcome(again=True) if again else Outcome(failure=self.error(row, why))))
 
-    def error(self, row: int, what: str, rule: str = "", remedy: str = "") -> RolloutError:
+    def error(self, row: int, why: CallFailed) -> RolloutError:
         """What went wrong with a row."""
         function, of = f"agent {name_of(self._function)}", f"row {self._row_numbers[row]} on {self._where}"
-        return failure_of(RolloutError, function, what, of, self._rows[row], rule, remedy)
+        return failure_of(RolloutError, function, of, self._rows[row], why, RULE)

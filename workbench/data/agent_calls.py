@@ -1,8 +1,4 @@
-"""What is called in the process of an agent's function, beside it. It imports little, see
-`workbench.support.calls.server`.
-
-The agent of `lab.serve()`: it tells the kernel where the server is, and waits until that says stop.
-"""
+"""What is called in the process of an agent's function, beside it. It imports little, see `support.calls.server`."""
 
 from __future__ import annotations
 
@@ -79,7 +75,9 @@ ADDRESS, STOP, POLL_S = "address.json", "stop", 0.05
 
 @dataclass(frozen=True)
 class EndpointCall:
-    """folder: private, of the kernel with process id `kernel`. Where that process or the folder is gone, it stops."""
+    """The agent of `lab.serve()`: it tells the kernel where the server is, and waits until that says stop.
+
+    folder: private, of the kernel with process id `kernel`. Where that process or the folder is gone, it stops."""
 
     folder: str
     kernel: int

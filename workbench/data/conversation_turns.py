@@ -1,7 +1,4 @@
-"""What passes between the loop of conversations and their environments.
-
-An environment that has been through the earlier turns of a conversation, for conversations that go on from there.
-"""
+"""What passes between the loop of conversations and their environments."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ from workbench.models.tokenizers import render_reply
 from workbench.models.turn_messages import TurnReader, check_template, response_template, schema_of, with_tools
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
+from workbench.support.calls.server import CallFailed
 from workbench.support.calls.sessions import Session, UserCalls
 from workbench.support.validation import checked
 
@@ -268,18 +269,14 @@ class Environments:
         process.made.clear()
         self._enter(process)
 
-    def _call_failed(
-        self, i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
-    ) -> None:
+    def _call_failed(self, i: int, why: CallFailed) -> None:
         if i in self._given_up:
             return
         method = self._of(i).open.pop(i).method
         if method == "resume":
             self._ready.append((i, Reply(again=True)))
             return
-        error = self._error(method, i, what, rule or RULES[method] * what.startswith("returned"), remedy)
-        error.__cause__ = cause
-        self._ready.append((i, self._failed(i, error)))
+        self._ready.append((i, self._failed(i, self._error(method, i, why))))
 
     def _reply(self, row: int, call: _Call, answer: Any) -> Reply:
         try:
@@ -304,13 +301,12 @@ class Environments:
         token_ids = self._encode(text)
         if len(token_ids) < room:
             return Reply(observation_ids=token_ids)
-        raise self._error(
-            "reset",
-            row,
+        why = CallFailed(
             f"returned a text of {len(token_ids)} tokens",
             f"the response has room for {room}, and the policy's turn comes after it",
             "raise max_new_tokens or Generation.max_model_tokens",
         )
+        raise self._error("reset", row, why)
 
     def _opening(self, row: int, messages: list[dict[str, Any]]) -> Reply:
         """The prompt of a conversation that begins with messages."""
@@ -319,13 +315,12 @@ class Environments:
             prompt_ids = encoded(self._tokenizer, with_tools(self._tokenizer, said, tools, self._form))
         if len(prompt_ids) < self._max_model_tokens:
             return Reply(prompt_ids=prompt_ids)
-        raise self._error(
-            "reset",
-            row,
+        why = CallFailed(
             f"returned messages of {len(prompt_ids)} tokens",
             f"prompt and response share Generation.max_model_tokens={self._max_model_tokens}",
             "raise it, or shorten them",
         )
+        raise self._error("reset", row, why)
 
     @functools.cached_property
     def _reader(self) -> TurnReader:
@@ -345,11 +340,12 @@ class Environments:
         try:
             yield
         except BadInput as problem:
-            raise self._error(method, row, f"returned {problem.value}", problem.rule, problem.remedy) from problem
+            why = CallFailed(f"returned {problem.value}", problem.rule, problem.remedy)
+            raise self._error(method, row, why) from problem
         except Exception as problem:
             said = f"{type(problem).__name__}: {plain_text(str(problem), 200)}"
-            what = f"returned messages that cannot be rendered: {said}"
-            raise self._error(method, row, what, RULES[method]) from problem
+            why = CallFailed(f"returned messages that cannot be rendered: {said}")
+            raise self._error(method, row, why) from problem
 
     def _encode(self, text: str | None) -> list[int]:
         return encoded(self._tokenizer, self._said(text)) if text else []
@@ -362,11 +358,8 @@ class Environments:
         """Close those that are in use; what that raised."""
         errors = list[RolloutError]()
 
-        def failed(
-            row: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None
-        ) -> None:
-            errors.append(self._error("close", row, what, rule, remedy))
-            errors[-1].__cause__ = cause
+        def failed(row: int, why: CallFailed) -> None:
+            errors.append(self._error("close", row, why))
 
         for process in self._processes:
             process.session.abandon()
@@ -385,9 +378,9 @@ class Environments:
             return Reply(again=True)
         return Reply(failure=error)
 
-    def _error(self, method: str, row: int, what: str, rule: str = "", remedy: str = "") -> RolloutError:
+    def _error(self, method: str, row: int, why: CallFailed) -> RolloutError:
         function = f"{method} of environment {name_of(self._make)}"
         of = f"row {self._row_numbers[row]} on {self._where}"
-        error = failure_of(RolloutError, function, what, of, self._rows[row], rule, remedy)
-        error.what = f"{method} {what}"
+        error = failure_of(RolloutError, function, of, self._rows[row], why, RULES[method])
+        error.what = f"{method} {why.what}"
         return error

@@ -1,7 +1,4 @@
-"""Demonstrations, rated answers and preference pairs: rows of a source as token ids, for training or held out.
-
-`lab.demonstrations(...)`, `lab.feedback(...)` and `lab.pairs(...)`: batches for supervised training.
-"""
+"""Demonstrations, rated answers and preference pairs: rows of a source as token ids, for training or held out."""
 
 from __future__ import annotations
 
@@ -150,7 +147,6 @@ class Examples(EpochRows[Tokenized]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of `table`."""
         return tuple(self.table(self.training[:1]))
 
     @property

@@ -1,7 +1,4 @@
-"""The ledger of prompts: how often each was drawn, and what came of its responses, in arrays of one size.
-
-The ledger of prompts as frames.
-"""
+"""The ledger of prompts: how often each was drawn, and what came of its responses, in arrays of one size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long.
-
-Messages of a conversation in a row of a data set, in the form that chat templates take.
-"""
+"""One row of a source as a prompt: checked, rendered to token ids, cut where it is too long."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`lab.prompts`: where a workbench's batches of prompts come from.
-
-`lab.prompts.order`: a function of the ledger says which prompts are drawn next.
-"""
+"""`lab.prompts`: where a workbench's batches of prompts come from."""
 
 from __future__ import annotations
 

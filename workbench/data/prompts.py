@@ -1,7 +1,4 @@
-"""Prompts: rows of a source, rendered to token ids and handed out in a seeded order that can be resumed.
-
-Rows that are handed out epoch after epoch, without an end, in an order that can be resumed.
-"""
+"""Prompts: rows of a source, rendered to token ids and handed out in a seeded order that can be resumed."""
 
 from __future__ import annotations
 

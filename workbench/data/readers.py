@@ -1,8 +1,5 @@
 """Files of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather) in blocks that are read one by one, so that
-opening a file that is larger than memory reads next to nothing of it.
-
-Rows of a source, with their places in it, and what becomes of those that cannot be used.
-"""
+opening a file that is larger than memory reads next to nothing of it."""
 
 from __future__ import annotations
 
@@ -237,7 +234,6 @@ READERS: dict[str, Callable[[Path, bool], Blocks]] = {
 
 
 def numbered(items: Iterable[Any]) -> Iterator[Placed]:
-    """Items as rows, by their number."""
     for number, item in enumerate(items):
         yield Placed(number, f"row {number}", item)
 

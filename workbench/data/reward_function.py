@@ -27,6 +27,7 @@ from workbench.errors.plain_text import shown
 from workbench.support.calls.limits import limits_of
 from workbench.support.calls.needs import check_needs
 from workbench.support.calls.pickling import name_of, pickled
+from workbench.support.calls.server import CallFailed
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.named_fields import meant
 from workbench.support.validation import Number
@@ -98,27 +99,26 @@ class Asking:
         invoke: Callable[..., Any],
         finish: Callable[..., Any],
         arguments: Sequence[Sequence[Any]],
-        error: Callable[[int, str, str, str], RewardError],
+        error: Callable[[int, CallFailed], RewardError],
         rows: Sequence[int] | None = None,
     ) -> tuple[dict[int, Any], dict[int, RewardError]]:
         """What the calls give, and the errors of those that failed, by number of call.
 
         A call fails alone: where it ends the process in which others are under way, all of these are made again in a
         new one, one at a time, so that it is the only one.
-        error: makes the error of a call: its number, what it did, the rule, the remedy. rows: of each call; default 1.
+        error: makes the error of a call by its number. rows: of each call; default 1.
         """
         answers: dict[int, Any] = {}
         failures: dict[int, RewardError] = {}
         tries, again = Counter[int](), list[int]()
         sizes = rows or [1] * len(arguments)
 
-        def failed(i: int, what: str, rule: str = "", remedy: str = "", *, cause: BaseException | None = None) -> None:
+        def failed(i: int, why: CallFailed) -> None:
             tries[i] += 1
             if tries[i] <= self.retries:
                 again.append(i)
                 return
-            failures[i] = error(i, what, rule, remedy)
-            failures[i].__cause__ = cause
+            failures[i] = error(i, why)
             if sum(sizes[one] for one in failures) > self.most:
                 raise _Enough
 
@@ -138,7 +138,7 @@ class Asking:
         except _Enough:
             for i in range(len(arguments)):
                 if i not in answers and i not in failures:
-                    failures[i] = error(i, NOT_ASKED, "so many rows failed before that the stage fails", "")
+                    failures[i] = error(i, CallFailed(NOT_ASKED, "so many rows failed before that the stage fails"))
         self.tick(len(arguments))
         return answers, failures
 
@@ -167,9 +167,10 @@ def score_rows(
     a row that gets another kind than the first has failed. Errors name the prompt, the row and the rank.
     """
 
-    def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
+    def error(i: int, why: CallFailed) -> RewardError:
         returns = RULE_OF_STEPS if isinstance(response_tokens[i], Steps) else RULE
-        return _error(function, what, f"row {row_numbers[i]} on {where}", rows[i], rule, returns, remedy)
+        of = f"row {row_numbers[i]} on {where}"
+        return failure_of(RewardError, f"reward function {name_of(function)}", of, rows[i], why, returns)
 
     scores: dict[int, Score]
     calls = list(zip(rows, response_tokens, strict=True))
@@ -178,7 +179,7 @@ def score_rows(
     for i, found in sorted(scores.items()):
         if isinstance(found, list) != isinstance(scores[first], list):
             said = f"returned {shown(found)}, but {shown(scores[first])} for row {row_numbers[first]},"
-            failures[i] = error(i, said, ALIKE)
+            failures[i] = error(i, CallFailed(said, ALIKE))
             del scores[i]
     return [scores.get(i) for i in range(len(rows))], failures
 
@@ -194,18 +195,9 @@ def score_groups(
 ) -> tuple[dict[int, list[Score]], dict[int, RewardError]]:
     """A call of a `batched` function for each group of rows: a score a row, or an error, by number of group."""
 
-    def error(i: int, what: str, rule: str = "", remedy: str = "") -> RewardError:
-        rows = row_numbers[i]
-        of = f"{len(rows)} rows, the first is row {rows[0]}, on {where}"
-        return _error(function, what, of, groups[i][0], rule, RULE_OF_MANY, remedy)
+    def error(i: int, why: CallFailed) -> RewardError:
+        of = f"{len(row_numbers[i])} rows, the first is row {row_numbers[i][0]}, on {where}"
+        return failure_of(RewardError, f"reward function {name_of(function)}", of, groups[i][0], why, RULE_OF_MANY)
 
     calls = list(zip(groups, response_tokens, strict=True))
     return asking.ask(function, score_together, checked_scores, calls, error, list(map(len, groups)))
-
-
-def _error(
-    function: RewardFunction, what: str, of: str, row: Mapping[str, Any], rule: str, returns: str, remedy: str
-) -> RewardError:
-    """The error of a call. returns: the rule for what a call returns."""
-    rule = rule or returns * what.startswith("returned")
-    return failure_of(RewardError, f"reward function {name_of(function)}", what, of, row, rule, remedy)

@@ -1,7 +1,5 @@
 """Where rows come from: a list, a frame, a file, a bundled data set, a data set of the hub.
 
-Columns as other libraries name them, read as the names that are used here.
-
 | recognised by | whose | becomes |
 | --- | --- | --- |
 | `prompt`, and `reward_model` with a `ground_truth` | verl | `answer` is the ground truth |

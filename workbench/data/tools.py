@@ -191,7 +191,6 @@ class Tools:
 
     @property
     def tools(self) -> list[Mapping[str, Any]]:
-        """The tools' JSON schemas."""
         return [tool.schema for tool in self.by_name.values()]
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from workbench.errors import StageError
 from workbench.errors.plain_text import shown
 from workbench.models.tokenizers import has_texts, is_text
-from workbench.support.calls.server import WrongValue
+from workbench.support.calls.server import CallFailed, WrongValue
 
 E = TypeVar("E", bound=StageError)
 Score = float | list[float]
@@ -51,13 +51,13 @@ def short(text: str, characters: int = 80) -> str:
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
-def failure_of(
-    kind: type[E], function: str, what: str, of: str, row: Mapping[str, Any], rule: str, remedy: str
-) -> E:  # fmt: skip
-    """The error of a user's function for a row, whose prompt it names. what: it did; of: which rows."""
+def failure_of(kind: type[E], function: str, of: str, row: Mapping[str, Any], why: CallFailed, returns: str = "") -> E:
+    """The error of a user's function for a row, whose prompt it names. of: which rows; returns: the rule for what it
+    returns."""
     prompt = short(str(row.get("prompt", "")))
-    error = kind(f"{function} {what} for {of}, prompt {prompt!r}", rule, remedy)
-    error.what = what
+    rule = why.rule or returns * why.what.startswith("returned")
+    error = kind(f"{function} {why.what} for {of}, prompt {prompt!r}", rule, why.remedy)
+    error.what, error.__cause__ = why.what, why.cause
     return error
 
 
@@ -242,7 +242,6 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
 
 
 def summarize(make: object, state: object, row: int, function: Callable[[str], Any], context: str) -> Any:
-    """What the function of `Context.summary` gives for a context."""
     return function(context)
 
 

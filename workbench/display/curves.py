@@ -179,7 +179,6 @@ def number(value: float, unit: str = "") -> str:
 
 
 def _named(curves: Iterable[Curve]) -> list[Curve]:
-    """The curves that a key names."""
     return [curve for curve in curves if curve.kind not in ("faint", "band")]
 
 

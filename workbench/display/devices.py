@@ -1,8 +1,4 @@
-"""What is on which device: boxes with the roles in them, and their bytes as bars.
-
-Pools as boxes: the devices of each, and a card for each role that runs on them. Styles are inline: viewers of saved
-notebooks drop style sheets.
-"""
+"""What is on which device: boxes with the roles in them, and their bytes as bars."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The metrics that one looks at first.
-
-What metrics are counted in, by their names.
-"""
+"""The metrics that one looks at first, and what metrics are counted in."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Colours come from the page (`currentColor`, transparent grounds), so that light and dark themes both work. Styles are
 inline: viewers of saved notebooks drop style sheets. A class that uses these defines `__repr__` (text, under 80
 characters a line) and `_repr_html_`; IPython sends both.
-
-Svgs in html as images, for viewers that drop inline svg: GitHub, and JupyterLab with an untrusted notebook.
 """
 
 from __future__ import annotations
@@ -150,7 +148,8 @@ _NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 def as_images(html: str) -> str:
-    """Html in which each svg is an `<img>` that holds it, named as it was. Tips and links of an svg are lost."""
+    """Html in which each svg is an `<img>` that holds it, without tips and links: for GitHub, and JupyterLab with an
+    untrusted notebook, which drop svg."""
     return _each_svg(html, _image)
 
 

@@ -3,10 +3,6 @@
 pool train, cpu:0   | update_actor ..........    d | update_actor .... s s | c c c | n n n n
 pool train, cpu:1   | update_actor .... s s s    d | update_actor ........ | c c c | n n n n
 pool rollout, cpu:2 | p p p p p p p p p p p p p p p p p p p p p p p p p p  | c c c | n n n n
-
-What called the stages, and when the workbench itself was at work: what idle time is told from, beside spans.
-
-Spans of devices as columns of numbers: from when to when each device is there, what it did, what it waited for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """One line of progress while the controller waits for a stage; quick stages show nothing.
 
 Each process has one setting for how much it shows, see `show`.
-
-How far a loop is: on a terminal one line before those of its stages, in a script's log a line an iteration.
 """
 
 from __future__ import annotations
@@ -41,11 +39,6 @@ def show(what: Shown) -> Shown:
 def is_quiet() -> bool:
     """Whether this process shows nothing."""
     return _shown == "nothing"
-
-
-def is_logged() -> bool:
-    """Whether loops write plain lines where no line can be written over."""
-    return _shown == "logged"
 
 
 class TerminalLine:
@@ -209,7 +202,7 @@ class Iterations:
         self._stream = sys.stderr if stream is None else stream
         here = line(stream)
         self._line = here if isinstance(here, TerminalLine) else None
-        self._is_logged = here is None and is_logged()
+        self._is_logged = here is None and _shown == "logged"
 
     def __enter__(self) -> Iterations:
         self._start_s = self._clock()

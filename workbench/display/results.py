@@ -1,7 +1,4 @@
-"""What a loop returns: a frame with a row an iteration, which a notebook shows with what one looks at first.
-
-A curve in the height of a line of text.
-"""
+"""What a loop returns: a frame with a row an iteration, which a notebook shows with what one looks at first."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
 
 Colours and letters tell roles, hatches tell kinds of work inside a bar, a thin line under a bar is its queue time. What
 a device waits for is told by shading and a small letter.
-
-What lies in a range of a timeline, added up: by stage, role and kind, and idle time by its cause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The failure of a stage: frames of the user's code and of ours, with equal failures of ranks joined.
-
-An error in a cell as one block: the user's lines, the frames on the ranks, the remedy.
-"""
+"""The failure of a stage: frames of the user's code and of ours, with equal failures of ranks joined."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a notebook file holds: its cells, in the order of the page.
-
-A cell as Python: IPython's own lines are translated where they mean something in a script, else refused by name.
-"""
+"""What a notebook file holds: its cells, in the order of the page."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.session.run_record import digest_of
 from workbench.support.files import path_of, read_json
+from workbench.support.validation import checked
 
 SKIPPED = "skip-export"  # a tag
-JSON_NAMES = {dict: "an object", list: "an array", str: "a text", int: "a whole number", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -82,48 +78,38 @@ def read_notebook(path: str | os.PathLike[str]) -> Notebook:
     rule = "a notebook file of Jupyter, format 4, with a Python kernel"
     try:
         content = read_json(path)
-        cells, metadata = content["cells"], content.get("metadata", {})
+        found = checked("cells", content["cells"], list[dict[str, Any]])
+        cells = tuple(_cell(number, cell) for number, cell in enumerate(found, 1))
+        metadata = _object("metadata", content)
+        language = _object("kernelspec", metadata).get("language", "python")
+        _object("check", _object("workbench", metadata))
     except FileNotFoundError:
         remedy = "give the path of an .ipynb file that exists; save the notebook first"
         raise BadInput(str(path), rule, remedy) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         remedy = "open it in Jupyter and save it again" if path.suffix == ".ipynb" else "give an .ipynb file"
-        raise BadInput(f"{path}: {type(error).__name__} {error}", rule, remedy) from None
-    cells, metadata = _of_type(cells, list, "cells"), _of_type(metadata, dict, "metadata")
-    kernel = _of_type(metadata.get("kernelspec", {}), dict, "metadata.kernelspec")
-    _of_type(_of_type(metadata.get("workbench", {}), dict, "metadata.workbench").get("check", {}), dict, "check")
-    language = kernel.get("language", "python")
+        kind = "" if isinstance(error, BadInput) else f"{type(error).__name__} "
+        raise BadInput(f"{path}: {kind}{error}", rule, remedy) from None
     if language != "python":
         raise BadInput(f"{path} is written in {language}", rule, "only Python becomes a script")
-    return Notebook(path.name, tuple(_cell(number, cell) for number, cell in enumerate(cells, 1)), metadata)
+    return Notebook(path.name, cells, metadata)
 
 
-def _of_type(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """A value of the file; `BadInput` where it is of another type."""
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        rule = f"a notebook of format 4 has {' or '.join(JSON_NAMES[one] for one in kinds)} there"
-        raise BadInput(f"{what}: {shown(value)}", rule, "open it in Jupyter and save it again")
-    return value
+def _object(name: str, within: dict[str, Any], of: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = checked(f"the {name}{of}", within.get(name, {}), dict[str, Any])
+    return found
 
 
-def _cell(number: int, cell: Any) -> Cell:
-    where = f"cell {number}"
-    cell = _of_type(cell, dict, where)
-    text = _of_type(cell.get("source", ""), (str, list), f"{where}, source")
-    for line in text if isinstance(text, list) else ():
-        _of_type(line, str, f"{where}, a line of its source")
-    tags = _of_type(
-        _of_type(cell.get("metadata", {}), dict, f"{where}, metadata").get("tags", []), list, f"{where}, tags"
-    )
-    count = _of_type(cell.get("execution_count"), (int, type(None)), f"{where}, execution_count")
+def _cell(number: int, cell: dict[str, Any]) -> Cell:
+    of = f" of cell {number}"
+    text = checked(f"the source{of}", cell.get("source", ""), str | list[str])
     return Cell(
         number=number,
         text="\n".join((text if isinstance(text, str) else "".join(text)).replace("\r\n", "\n").split("\r")),
         code=cell.get("cell_type") == "code",
         id=str(cell.get("id", "")),
-        tags=frozenset(_of_type(tag, str, f"{where}, a tag") for tag in tags),
-        count=count,
+        tags=frozenset(checked(f"the tags{of}", _object("metadata", cell, of).get("tags", []), list[str])),
+        count=checked(f"the execution_count{of}", cell.get("execution_count"), int | None),
     )
 
 

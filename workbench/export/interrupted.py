@@ -1,7 +1,4 @@
-"""A cell that failed or was interrupted: the lines that do what it had done until then.
-
-What the record of a run says that algorithms and moves did, and the lines of a script that do the same.
-"""
+"""A cell that failed or was interrupted: the lines that do what it had done until then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Stages that were stepped by hand several times with the same lines: a loop.
-
-A placement that was changed while the models lived: in a script, the placement that it opens with.
-"""
+"""Lines that were stepped by hand several times, as a loop; moves, as the placement that the workbench opens with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The text of a script: imports on top, definitions at module level, the pipeline in `main`.
 
-Which definitions stand at the top of a script, where importing it makes them: those that do nothing but define.
-
 A function or class is plain if it has no decorator but `wb.register`, and if its defaults, annotations and bases, and
 what its class body assigns, are constants, names, and attributes of imports. Everything else stays inside `main`.
 """

@@ -2,8 +2,6 @@
 
 What would mean something else in a script than in the notebook is refused, with its cell.
 
-Which expressions only show something, and so are not in the script.
-
 A bare expression only shows something if it is made of names, attributes, subscripts, constants, operators, and calls
 of the methods of `SHOWING` on what came from the workbench, of those of `OF_TABLES`, of `display` and of what is
 imported from `IPython` and `workbench.display`. Where such a

@@ -1,9 +1,4 @@
-"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`.
-
-What is printed when a workbench has been opened.
-
-Whether a placement fits into the memory of this machine, before a host starts.
-"""
+"""Opening a workbench, finding one that lives, and ending it: `wb.open`, `wb.attach`, `wb.stop`."""
 
 from __future__ import annotations
 

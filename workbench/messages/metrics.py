@@ -1,7 +1,4 @@
-"""Metrics of a stage: they add up over micro-batches and ranks.
-
-The metrics of a stage, for people.
-"""
+"""Metrics of a stage: they add up over micro-batches and ranks."""
 
 from __future__ import annotations
 

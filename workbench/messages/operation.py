@@ -169,7 +169,6 @@ def register(
 
 
 def operations(worker_class: type) -> dict[str, Operation]:
-    """The operations of a worker class, by name."""
     found = {}
     for name in dir(worker_class):
         operation = getattr(getattr(worker_class, name), "__operation__", None)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import Ragged, Table, kind_of
+from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.batches.schema import COUNTING
-from workbench.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +56,7 @@ class Shard:
         return frozenset((~self.valid).nonzero()[:, 0].tolist())
 
     def ragged(self, name: str) -> Ragged:
-        """A token column; `BadInput` where the column of that name is another kind."""
-        column = self.columns[name]
-        if not isinstance(column, Ragged):
-            raise BadInput(
-                f"column {name!r} is {kind_of(column)}",
-                "it must be a Ragged, with one number a token of each row",
-                "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "
-                "mask.like(torch.repeat_interleave(x, mask.lengths))",
-            )
-        return column
+        return ragged_in(self.columns, name)
 
     def numbers(self, name: str) -> Tensor:
-        """A column of one number a row; `BadInput` where the column of that name is another kind."""
-        column = self.columns[name]
-        if not isinstance(column, Tensor) or column.ndim != 1:
-            raise BadInput(f"column {name!r} is {kind_of(column)}", "it must be a Tensor [rows], one number a row")
-        return column
+        return numbers_in(self.columns, name)

@@ -1,9 +1,4 @@
-"""How prompts become a chat: the system prompt, tools, arguments of the template, and how the answer begins.
-
-Who wrote each token of a prompt: the chat template, or the message of a role.
-
-What about a tokenizer and its chat template would go wrong without a word, told when a workbench opens.
-"""
+"""How prompts become a chat: the system prompt, tools, arguments of the template, and how the answer begins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Load configurations, what they say a model can read, and models: evaluation mode, no dropout.
-
-Write a model folder that `Model(path)`, transformers and vLLM load.
-"""
+"""Load configurations, what they say a model can read, and models: evaluation mode, no dropout."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Model folders that are made once on a machine and shared by its processes: real models that come as Python packages,
 for machines without a model hub, and tiny random ones, real architectures without a download.
-
-Keep the progress bars and notices of libraries out of the reader's cells.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 A message has no entry for a part that its turn lacks, except `content`. What looks like a call and is none is among
 `invalid_tool_calls`, each {"text": ..., "error": ...}: an environment can tell the model so. The message is read from
 the text; the tokens of the turn stay as they were sampled, whatever the tokenizer would make of that text.
-
-JSON schemas of tools, and how a model is shown them before a conversation begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reward and cost in one, for Safe-RLHF: advantages at a multiplier, and the multiplier's own step.
-
-Suffixes: see `arguments`.
-"""
+"""Reward and cost in one, for Safe-RLHF: advantages at a multiplier, and its step. Suffixes: see `arguments`."""
 
 from __future__ import annotations
 

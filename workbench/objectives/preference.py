@@ -147,7 +147,6 @@ def orpo_loss(
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p."""
     log_p = log_p.clamp(max=math.log(MOST_PROBABLE))
     return log_p - torch.log(-torch.expm1(log_p))
 

@@ -168,12 +168,6 @@ class Moves:
         return tuple(change for change, _ in self._moved.values())
 
     @cached_property
-    def state_matrix(self) -> np.ndarray:
-        """int64 [places, places]: bytes of roles' state from a row's process to a column's."""
-        total: np.ndarray = sum((matrix for _, matrix in self._moved.values()), self._nothing())
-        return total
-
-    @cached_property
     def shard_successors(self) -> dict[int, int]:
         """For each place that ends, the place that takes over its batches: rollout workers keep none."""
         keepers = {pool.name for pool in self.new.pools if pool.roles != (ROLLOUT,)}
@@ -193,7 +187,7 @@ class Moves:
     @property
     def matrix(self) -> np.ndarray:
         """int64 [places, places]: all bytes that move."""
-        total: np.ndarray = self.state_matrix + self.batch_matrix
+        total: np.ndarray = sum((of_state for _, of_state in self._moved.values()), self.batch_matrix)
         return total
 
     @property

@@ -1,7 +1,4 @@
-"""Which roles share which devices.
-
-The placements that have names, for the roles and the devices that there are.
-"""
+"""Which roles share which devices."""
 
 from __future__ import annotations
 
@@ -169,7 +166,6 @@ class Placement:
         return tuple(role for pool in self.pools for role in pool.roles)
 
     def pool_of(self, role: str) -> Pool:
-        """The pool of a role."""
         for pool in self._every:
             if role in pool.roles:
                 return pool

@@ -212,12 +212,10 @@ class Move:
 
     @cached_property
     def _built(self) -> dict[str, list[str]]:
-        """The roles that are built, by their new pool."""
         return self._by_pool(self._change.new, (*TAKEN_ALONG, "added"), lambda role: role.new_pool)
 
     @cached_property
     def _closed(self) -> dict[str, list[str]]:
-        """The roles that are closed, by their old pool."""
         return self._by_pool(self._change.old, (*TAKEN_ALONG, "dropped"), lambda role: role.old_pool)
 
     def _by_pool(

@@ -116,7 +116,6 @@ class Position:
                 break
 
     def streams(self) -> list[ExampleStream]:
-        """The streams of examples that are in use."""
         return [stream for known in self._streams if (stream := known()) is not None]
 
     def begin_anew(self) -> None:

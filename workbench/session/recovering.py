@@ -1,8 +1,6 @@
 """`lab.recover`: what died is started again, and all of the workbench goes on from one checkpoint; where only rollout
 workers died, from where it stands.
 
-A later kernel takes up a workbench: batches, stages that went on without their kernel, the place of the algorithm.
-
 Hosts keep shards and their last reply, so that nothing that was finished is done twice: not an update whose kernel was
 killed while it ran.
 """
@@ -19,7 +17,7 @@ from typing import Any
 
 from workbench.backends.hosts import Hosts
 from workbench.backends.ray import RayBackend
-from workbench.backends.starting import Note, join_pools, load_roles
+from workbench.backends.starting import Note, begin_loading, join_pools, settle
 from workbench.batches.batch import Batch
 from workbench.batches.location import Column, Location, ShardId
 from workbench.batches.store import Weights
@@ -177,7 +175,7 @@ def _restart(runner: StageRunner, lost: set[str], note: Note) -> None:
         join_pools(backend, new, note)
         pools = hosts.placement.pools
         roles = {pool.name: [*pool.roles, "numeric"] if pool.name in lost else [] for pool in pools}
-        load_roles(backend, new, hosts.description, note, roles=roles)
+        settle(backend, begin_loading(backend, new, hosts.description, note, roles=roles), note)
     except BaseException:
         with suppress(WorkbenchError):
             backend.end(new)

@@ -4,8 +4,6 @@
 
 Plain values alone. Whatever is read is checked: it may be damaged.
 
-Which cells a notebook's kernel ran, kept beside a workbench's telemetry, without their texts.
-
 A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by. It finds
 the texts on the page and in IPython's own history, by their digests.
 """

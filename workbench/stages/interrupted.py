@@ -28,11 +28,6 @@ AS_BEFORE = "things are as before the stage"
 AGAIN = "run the cell again to go on"
 
 
-def before_it_began(name: str) -> StageInterrupted:
-    """It waited for an input, or for its pool."""
-    return StageInterrupted(f"{name} was interrupted before it began", AS_BEFORE, AGAIN)
-
-
 def as_before(name: str) -> StageInterrupted:
     """It left nothing, and its result was dropped."""
     return StageInterrupted(f"{name} was interrupted", AS_BEFORE, AGAIN)
@@ -88,7 +83,7 @@ def of(run: Run) -> Exception:
     """What an interrupt made of a run that is over: as before, or after which optimizer step. Where the run failed, its
     own error."""
     if run.state == "cancelled":
-        return before_it_began(run.name)
+        return StageInterrupted(f"{run.name} was interrupted before it began", AS_BEFORE, AGAIN)
     if run.state == "done":
         run.runner.interrupted.not_received(run)
         return after_all_steps(run.name) if run.updates else as_before(run.name)

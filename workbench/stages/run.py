@@ -208,7 +208,6 @@ class Run:
         return True
 
     def _leave(self) -> None:
-        """Ask its ranks to leave it."""
         if not self._stopping and self.calls:
             self._stopping = True
             for host in self.group.hosts:

@@ -1,7 +1,4 @@
-"""The machine that this process runs on, and processes on it.
-
-The GPUs of this machine as the driver shows them: memory, and the processes that hold it. CUDA is not started.
-"""
+"""The machine that this process runs on, and processes on it."""
 
 from __future__ import annotations
 

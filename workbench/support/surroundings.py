@@ -1,7 +1,4 @@
-"""What code reads of its process: environment variables, the current folder, and where modules are looked for.
-
-What this process and its children write to a file descriptor, below Python's streams.
-"""
+"""What code reads of its process: environment variables, the current folder, and where modules are looked for."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ A host binds the labels of a stage call once; code below it, down to the engines
         with recorder.span("compute"):
             with span("forward", tokens=1700):      # workbench.telemetry.span: no recorder at hand
                 ...
-
-Peak memory between two points of a process, for nested and overlapping intervals alike.
 """
 
 from __future__ import annotations

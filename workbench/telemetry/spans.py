@@ -126,7 +126,6 @@ def _check_times(name: str, start_s: float, end_s: float) -> None:
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > max(start, reached):

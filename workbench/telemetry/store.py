@@ -6,8 +6,6 @@ killed in the middle of one costs that line only.
 
 What cannot be written, as on a full disk, ends no stage: it is kept in memory, up to a limit, and written when there is
 room; `unwritten` counts it, and a warning says so once.
-
-How much has moved in all: sums that grow as transfers are recorded, so that asking costs what is new.
 """
 
 from __future__ import annotations

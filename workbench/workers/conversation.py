@@ -1,7 +1,4 @@
-"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice.
-
-Conversations that are longer than what the policy reads: where a new context begins, and with which tokens.
-"""
+"""Turns of a policy and of its environments: tokens in, tokens out, nothing is tokenized twice."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ class Compaction:
 
     @property
     def summary_room(self) -> int:
-        """Tokens that a summary may have."""
         return self._context.turn_tokens
 
     def begins_with(self, conversation: Conversation, summary_ids: Sequence[int] = ()) -> list[int] | None:
@@ -415,7 +411,6 @@ class _Turns:
         return self._sampling.max_new_tokens - len(conversation.response_ids) + conversation.repeated
 
     def _count(self, i: int) -> None:
-        """Count a conversation that has its ending now."""
         if self._conversations[i].ending is not None and not self._ended[i]:
             self._ended[i] = True
             self.left -= 1

@@ -37,8 +37,6 @@ Lines = dict[str, list[str]]  # by stage
 
 
 class Status:
-    """Which rows of a shard have failed, in which stages."""
-
     def __init__(self, batch: Shard) -> None:
         self._valid = batch.valid.tolist()
         texts = batch.columns.get("failure", [""] * len(batch))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.engines.generation import Rollout
 from workbench.errors import BadInput
 from workbench.messages.metrics import Mean, Metrics
@@ -95,8 +95,8 @@ class PartialResponses:
 
     def metrics(self, columns: Table) -> Metrics:
         """What a call has drawn of rows that have these columns after it."""
-        endings, log_probs = columns["ending"], columns["rollout_log_prob"]
-        assert isinstance(endings, list) and isinstance(log_probs, Ragged)
+        endings, log_probs = columns["ending"], ragged_in(columns, "rollout_log_prob")
+        assert isinstance(endings, list)
         ended = sum(before == PAUSED != now for before, now in zip(self.endings, endings, strict=True))
         totals = endings.count(PAUSED), ended, len(log_probs.values) - sum(map(len, self.ids))
         return {name: Mean(total=n, count=len(endings)) for name, n in zip(METRICS, totals, strict=True)}

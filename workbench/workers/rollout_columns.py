@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.batches.columns import Ragged, Table
+from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.batches.schema import CONTEXT_STARTS
 from workbench.engines.generation import Rollout
 from workbench.messages.metrics import Mean, Metrics
@@ -55,9 +55,8 @@ def several_turns(conversations: Sequence[Conversation], keeps_mask: bool = Fals
 def context_starts(starts: Sequence[Sequence[int]], columns: Table) -> Table:
     """The column of contexts. starts: for each row, the response tokens at which its contexts but the first begin.
     columns: of the rollout."""
-    responses = columns["response_ids"]
-    assert isinstance(responses, Ragged)
-    found = [torch.zeros(int(length), dtype=torch.bool) for length in responses.lengths]
+    lengths = ragged_in(columns, "response_ids").lengths
+    found = [torch.zeros(int(length), dtype=torch.bool) for length in lengths]
     for column, places in zip(found, starts, strict=True):
         column[list(places)] = True
     return {CONTEXT_STARTS: Ragged.of(found, torch.bool)}
@@ -82,8 +81,7 @@ def never_answered(conversations: Sequence[Conversation], sampling: Sampling, ra
 
 def rollout_metrics(columns: Table) -> Metrics:
     """Lengths in tokens (of what the policy wrote), shares of the endings and of those that were cut, turns."""
-    mask, endings = columns["response_mask"], columns["ending"]
-    assert isinstance(mask, Ragged)
+    mask, endings = ragged_in(columns, "response_mask"), columns["ending"]
     assert isinstance(endings, list)
     rows, written = len(mask), float(mask.values.sum())
 
@@ -95,12 +93,9 @@ def rollout_metrics(columns: Table) -> Metrics:
     # the same names on every rank, or the counts of a rank without an ending would be missing
     metrics |= {f"ending_{name}/fraction": mean(sum(ending == name for ending in endings)) for name in ENDINGS}
     if MASK_COLUMNS[0] in columns:
-        ids, sizes = (columns[name] for name in MASK_COLUMNS)
-        assert isinstance(ids, Ragged) and isinstance(sizes, Ragged)
-        metrics |= mask_metrics(ids, sizes)
+        metrics |= mask_metrics(*(ragged_in(columns, name) for name in MASK_COLUMNS))
     if "turns" in columns:
-        turns, rewards = columns["turns"], columns["environment_rewards"]
-        assert isinstance(turns, torch.Tensor) and isinstance(rewards, Ragged)
+        turns, rewards = numbers_in(columns, "turns"), ragged_in(columns, "environment_rewards")
         metrics["observation_tokens/mean"] = mean(len(mask.values) - written)
         metrics["turns/mean"] = mean(float(turns.sum()))
         starts = columns.get(CONTEXT_STARTS)

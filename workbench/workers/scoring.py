@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table, numbers_in
 from workbench.batches.schema import STATUS
 from workbench.data.batched import over_of
 from workbench.data.judge import JUDGEMENT
@@ -180,8 +180,7 @@ class Scoring:
         notes: tuple[str, ...] = ()
         if only is not None and (left := sum(w and f for w, f in zip(wanted, without, strict=True))):
             notes = (f"{left} rows of only= have no whole response, since {GENERATED} failed: they stay as they are",)
-        valid = columns["valid"]
-        assert isinstance(valid, Tensor)
+        valid = numbers_in(columns, "valid")
         told_of = reported(self.column, columns[self.column], valid, batch)
         told_of["metrics"] = {**metrics, **told_of["metrics"], **self._means(columns, valid)}
         return Output(columns=columns, failed=report, notes=notes, **told_of)
@@ -246,7 +245,6 @@ class Scoring:
         self, function: RewardFunction, rows: Sequence[Mapping[str, Any]], tokens: Sequence[int | Steps], where: str,
         called: Sequence[int], asking: Asking,
     ) -> tuple[dict[int, Score], dict[int, RewardError]]:  # fmt: skip
-        """The scores of a function, and its errors, by row."""
         found, failures = score_rows(
             function, [rows[i] for i in called], [tokens[i] for i in called], asking=asking, where=where,
             row_numbers=[int(self.batch.rows[i]) for i in called],

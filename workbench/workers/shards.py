@@ -10,12 +10,12 @@ import numpy as np
 
 from workbench.batches.columns import (
     ColumnValues,
-    Ragged,
     Table,
     assembled,
     check_form,
     from_wire,
     own_copy,
+    ragged_in,
     rows_at,
     table_bytes,
     to_wire,
@@ -111,9 +111,7 @@ class Shards:
 
     def lengths(self, key: str, column: str, positions: np.ndarray) -> np.ndarray:
         """Lengths of rows of a ragged column, with which a controller balances rows without their tokens."""
-        ragged = self._kept(key, (column,))[column]
-        assert isinstance(ragged, Ragged), column
-        lengths: np.ndarray = ragged.lengths.numpy()[positions]
+        lengths: np.ndarray = ragged_in(self._kept(key, (column,)), column).lengths.numpy()[positions]
         return lengths
 
     def put(self, key: str, wire: dict[str, Any]) -> None:

@@ -3,8 +3,7 @@
     def loss(log_prob, old_log_prob, advantages, mask):
         return -(log_prob - old_log_prob).exp() * advantages     # the loss of each token
 
-The losses of workbench itself are such functions too. Suffixes: B rows of a micro-batch, R response tokens of the
-longest.
+The losses of workbench itself are such functions too.
 
 What a loss of a user's own may read of the model beside log-probabilities: logits, a part at a time.
 

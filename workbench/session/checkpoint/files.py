@@ -13,8 +13,6 @@
 It is written beside its place, under a name that begins with a dot, and renamed when all of it is on the disk: who is
 killed while saving leaves that behind, and every earlier checkpoint as it was. The next save beside it clears it away
 when nobody has written to it for an hour. A file that the manifest does not name is never read.
-
-What a checkpoint's manifest holds; it is checked before anything that it names is opened.
 """
 
 from __future__ import annotations
@@ -177,7 +175,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files."""
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
     def verify(self) -> None:

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.errors.frames import RaisedElsewhere, chain_of
 from workbench.errors.plain_text import plain_text, said
@@ -45,6 +45,15 @@ PR_SET_CHILD_SUBREAPER = 36
 
 Work = tuple[int, Callable[..., Any], Callable[..., Any], Sequence[Any]]  # number, invoke, finish, arguments
 Error = tuple[str, BaseException, bool]  # class and message, the exception, whether memory ran out
+
+
+class CallFailed(NamedTuple):
+    """Why a call has failed. what: it did, behind the function's name."""
+
+    what: str
+    rule: str = ""
+    remedy: str = ""
+    cause: BaseException | None = None
 
 
 class WrongValue(ValueError):

@@ -1,8 +1,4 @@
-"""A function of a user in use: its calls are submitted, and polled for.
-
-Calls of a user's functions in their host: for a debugger, and for functions that cannot leave it.
-
-A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
+"""A process for calls of a user's functions, as its host sees it: it can be killed, with all that it started.
 
 It is no sandbox: a function runs as the user who started the host, and can read and write what that user can; it is
 enough against mistakes. For programs that a model wrote: `workbench.data.sandbox`. A process that the function has put
@@ -34,7 +30,7 @@ import psutil
 from workbench.errors.plain_text import said
 from workbench.support.calls.limits import Limits
 from workbench.support.calls.pickling import packed_rows
-from workbench.support.calls.server import HANDLERS, HEAD, NO_HANDLER, Calls, Work, WrongValue
+from workbench.support.calls.server import HANDLERS, HEAD, NO_HANDLER, CallFailed, Calls, Work, WrongValue
 
 
 class InHost:
@@ -217,8 +213,7 @@ ANSWER_S = 1.0  # for a process in which a call is late
 LOAD_TIMEOUT_S = 120.0  # for the modules that a function imports
 
 
-# failed(i, what, rule="", remedy="", *, cause=None): call i failed. It may raise: then no further call is begun.
-Failed = Callable[..., None]
+Failed = Callable[[int, CallFailed], None]  # it may raise: then no further call is begun
 Done = Callable[[int, Any], None]
 
 
@@ -261,7 +256,7 @@ class Session:
         self._concurrency = concurrency
 
     def poll(self, wait_s: float, timeout_s: float, done: Done, failed: Failed) -> None:
-        """Tell of calls that have ended, in any order and in this thread: `done(i, value)`; or `failed(i, ...)` for one
+        """Tell of calls that have ended, in any order and in this thread: `done(i, value)`; or `failed(i, why)` for one
         that raised, returned a wrong value or passed a limit. Waits until one has ended, or the time is over.
 
         timeout_s: for one call. Where the process had to be killed, `alive` is false. Raises `BadInput`, which names
@@ -284,7 +279,8 @@ class Session:
             if not self._ready:
                 self._fail_all(failed, f"cannot be loaded: its process {problem}")
             else:
-                self._blame(failed, str(problem), "a function raises, or returns its value", "mend the function")
+                why = CallFailed(str(problem), "a function raises, or returns its value", "mend the function")
+                self._blame(failed, why)
 
     def _handle(self, message: tuple[Any, ...], done: Done, failed: Failed) -> None:
         name, *rest = message
@@ -298,16 +294,16 @@ class Session:
             done(*rest)
         elif name == "wrong":
             self._drop(rest[:1])
-            failed(*rest, *(HANDLERS if rest[1] == NO_HANDLER else ()))
+            failed(rest[0], CallFailed(rest[1], *(HANDLERS if rest[1] == NO_HANDLER else ())))
         elif name == "raised":
             i, (text, cause, no_memory) = rest
             if no_memory:  # others may have taken it
                 self._kill()
                 remedy = "raise the limit, or mend the function"
-                self._blame(failed, f"raised {text}", self._memory_rule, remedy, cause)
+                self._blame(failed, CallFailed(f"raised {text}", self._memory_rule, remedy, cause))
             else:
                 self._drop([i])
-                failed(i, f"raised {text}", cause=cause)
+                failed(i, CallFailed(f"raised {text}", cause=cause))
         elif name == "print":
             print(rest[1], end="", file=getattr(sys, rest[0]))
         elif name == "ready":
@@ -336,7 +332,7 @@ class Session:
         if isinstance(self._peer, InHost):
             if not self._peer.raises:
                 remedy += ": in its host (own_process=False) it goes on taking a core until it returns"
-                self._fail(self._peer.give_up(late), failed, what, rule, remedy)
+                self._fail(self._peer.give_up(late), failed, CallFailed(what, rule, remedy))
             return
         if self._asked_s is None:
             self._asked_s, self._answered = now_s, False
@@ -344,31 +340,28 @@ class Session:
         answers = self._answered or len(self._open) == 1
         if answers or now_s - self._asked_s > ANSWER_S:
             self._kill()
-            remedy += "; its process was killed"
+            why = CallFailed(what, rule, f"{remedy}; its process was killed")
             if answers:  # the other calls could go on, so each late one waits for something of its own
-                self._fail(late, failed, what, rule, remedy)
+                self._fail(late, failed, why)
             else:  # one of the calls holds Python's lock or the event loop
-                self._blame(failed, what, rule, remedy)
+                self._blame(failed, why)
 
-    def _blame(self, failed: Failed, what: str, rule: str, remedy: str, cause: BaseException | None = None) -> None:
+    def _blame(self, failed: Failed, why: CallFailed) -> None:
         """The process was killed for one of the calls under way: it fails where it was the only one. Where there was
         none, ended calls left the cause behind: the first that waits fails, so that each process ends a call."""
         if len(self._open) > 1:
             self.begun = tuple(self._open)
         else:
-            self._fail(list(self._open) or sorted(self._calls)[:1], failed, what, rule, remedy, cause)
+            self._fail(list(self._open) or sorted(self._calls)[:1], failed, why)
 
     def _fail_all(self, failed: Failed, what: str, cause: BaseException | None = None) -> None:
         rule, remedy = "its process imports the modules that it uses", "mend what they do when they are imported"
-        self._fail(sorted(self._calls), failed, what, rule, remedy, cause)
+        self._fail(sorted(self._calls), failed, CallFailed(what, rule, remedy, cause))
 
-    def _fail(
-        self, calls: Sequence[int], failed: Failed, what: str, rule: str, remedy: str,
-        cause: BaseException | None = None,
-    ) -> None:  # fmt: skip
+    def _fail(self, calls: Sequence[int], failed: Failed, why: CallFailed) -> None:
         self._drop(calls)
         for i in calls:
-            failed(i, what, rule, remedy, cause=cause)
+            failed(i, why)
 
     def _drop(self, calls: Iterable[int]) -> None:
         for i in calls:
@@ -397,7 +390,7 @@ class Session:
             process.send("stop")
             while self.alive and (self._open or not self._stopped) and time.monotonic() < deadline_s:
                 if (message := process.receive(0.01)) is not None:
-                    self._handle(message, done, lambda *what, **more: None)
+                    self._handle(message, done, lambda i, why: None)
         except ProcessEnded:
             pass
         finally:

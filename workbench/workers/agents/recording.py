@@ -343,7 +343,6 @@ def _begun(request: Request, prompt_ids: list[int]) -> Segment:
 
 
 def _as_openai(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls with their arguments as a text of JSON."""
     return [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in calls

@@ -14,6 +14,7 @@ from typing import Any
 from workbench.data.agent import Agents, Outcome
 from workbench.engines.generation import GenerationEngine, Response
 from workbench.settings.engines import Sampling
+from workbench.support.calls.server import CallFailed
 from workbench.workers.agents.recording import MOST_REFUSED, Asked, Recording
 from workbench.workers.agents.requests import Refused, wrong_key
 from workbench.workers.agents.server import AgentServer, Waiting
@@ -64,7 +65,6 @@ class Serving:
 
     @property
     def rows(self) -> list[AgentRow]:
-        """Those that have ended."""
         return [self._ended[i] for i in sorted(self._ended)]
 
     @property
@@ -120,11 +120,11 @@ class Serving:
         """Give a call up that goes on asking for nothing."""
         if self._recordings[self._rows[call]].flooded:
             self._server.forget(call)
-            self._agents.fail(
-                call, f"went on after {MOST_REFUSED} requests that were refused, or for whose answer it did not wait",
+            self._agents.fail(call, CallFailed(
+                f"went on after {MOST_REFUSED} requests that were refused, or for whose answer it did not wait",
                 "a request that is refused is refused again, and an answer takes its time",
                 "look at the errors that it gets, and at its time limits",
-            )  # fmt: skip
+            ))  # fmt: skip
 
     def answer(self, response: Response) -> None:
         """Record what was sampled, and send it; not where the request is another rank's, or was dropped."""
@@ -155,12 +155,10 @@ class Serving:
         recording, failure = self._recordings[i], outcome.failure
         said, starts = recording.row()
         if failure is None and recording.asked_nothing:
-            failure = self._agents.error(
-                i,
-                "asked the server for nothing",
-                "a sample has at least one answer to train on",
+            failure = self._agents.error(i, CallFailed(
+                "asked the server for nothing", "a sample has at least one answer to train on",
                 "ask for a chat completion, or a completion, before you return",
-            )
+            ))  # fmt: skip
         if failure is not None:
             said.fail(failure)
             return AgentRow(said=said, context_starts=starts)

@@ -1,7 +1,5 @@
 """What the actor learns from people's preferences: pairs of answers, and single answers that were rated.
 
-Pairs as rows: each pair becomes two rows, side by side; rated answers as rows.
-
 Suffix P: pairs of a micro-batch.
 """
 

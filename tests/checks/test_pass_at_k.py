@@ -7,8 +7,8 @@ from itertools import combinations, product
 import pytest
 
 from tests.expected import expect_error
+from workbench.checks.evaluation import pass_at_k
 from workbench.errors import BadInput
-from workbench.objectives.pass_at_k import pass_at_k
 
 
 def test_it_is_the_share_of_subsets_that_hold_a_pass() -> None:
