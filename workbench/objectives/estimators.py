@@ -150,7 +150,11 @@ def reinforce(
 
     Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
     """
-    returns_BT = discounted_returns(token_rewards_BT, mask_BT, gamma)
+    return less_baseline(discounted_returns(token_rewards_BT, mask_BT, gamma), mask_BT, baseline_B)
+
+
+def less_baseline(returns_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The returns less a number a row, where there is one, as advantages; and the returns."""
     if baseline_B is None:
         return returns_BT, returns_BT
     one_per_row("baseline_B", baseline_B, mask_BT)

@@ -280,16 +280,13 @@ CLIP = 1.0  # of ClipCov, where none is given
 def clips_in_effect(values: Mapping[str, Any]) -> dict[str, float]:
     """By name, the clips of an update with such values of `loss`, `clip` and `clip_high`, of which the clips may be
     None; empty for a loss that has none, or that is a user's function."""
-    loss: Any = values.get("loss")
-    clip, clip_high = values.get("clip"), values.get("clip_high")
+    loss, clip = values.get("loss"), values.get("clip")
     if isinstance(loss, ClipCov):
-        low = high = CLIP
-    elif loss in CLIPS:
-        low, high = CLIPS[loss]
-    else:
+        loss, clip = "ppo", CLIP if clip is None else clip
+    if loss not in CLIPS:
         return {}
-    low, high = (low, high) if clip is None else (clip, clip)
-    return {"clip": low, "clip_high": high if clip_high is None else clip_high}
+    low, high = clips(loss, clip, values.get("clip_high"))
+    return {"clip": low, "clip_high": high}
 
 
 def covariances(log_prob_N: Tensor, advantages_N: Tensor) -> Tensor:

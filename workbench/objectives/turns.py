@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.objectives.arguments import full, one_per_row, same_shape, tokenwise, within
-from workbench.objectives.estimators import gae
+from workbench.objectives.estimators import gae, less_baseline
 
 
 @torch.no_grad()
@@ -53,11 +53,7 @@ def turn_gae(
     first_BK = torch.full(sums_BK.shape, never, device=mask_BT.device)
     first_BK = first_BK.scatter_reduce(1, turn_BT, torch.where(inside_BT, places_T, never), "amin")
     value_BK = full(values_BT).gather(1, first_BK.clamp(max=max(never - 1, 0))) if never else full(values_BT)
-    advantages_BK, returns_BK = gae(sums_BK, value_BK, has_BK, gamma, lam, bootstrap_B)
-    return (
-        torch.where(inside_BT, advantages_BK.gather(1, turn_BT), 0.0),
-        torch.where(inside_BT, returns_BK.gather(1, turn_BT), 0.0),
-    )
+    return _of_tokens(gae(sums_BK, value_BK, has_BK, gamma, lam, bootstrap_B), turn_BT, inside_BT)
 
 
 @torch.no_grad()
@@ -74,10 +70,7 @@ def turn_reinforce(
     """
     zeros_BT = torch.zeros_like(full(token_rewards_BT))
     returns_BT, _ = turn_gae(token_rewards_BT, zeros_BT, mask_BT, ends_BT, gamma, 1.0)
-    if baseline_B is None:
-        return returns_BT, returns_BT
-    one_per_row("baseline_B", baseline_B, mask_BT)
-    return torch.where(mask_BT.bool(), returns_BT - full(baseline_B)[:, None], 0.0), returns_BT
+    return less_baseline(returns_BT, mask_BT, baseline_B)
 
 
 def _turns(token_rewards_BT: Tensor, mask_BT: Tensor, ends_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,11 +126,13 @@ def macro_gae(
 
     count_BM = sums(mask_BT)
     value_BM = sums(values_BT) / count_BM.clamp(min=1)
-    advantages_BM, returns_BM = gae(sums(token_rewards_BT), value_BM, count_BM > 0, gamma, lam)
-    return (
-        torch.where(mask_BT, advantages_BM.gather(1, which_BT), 0.0),
-        torch.where(mask_BT, returns_BM.gather(1, which_BT), 0.0),
-    )
+    return _of_tokens(gae(sums(token_rewards_BT), value_BM, count_BM > 0, gamma, lam), which_BT, mask_BT)
+
+
+def _of_tokens(of_actions: tuple[Tensor, Tensor], which_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of actions at each token of theirs; 0 outside the mask."""
+    advantages_BT, returns_BT = (torch.where(mask_BT, x_BK.gather(1, which_BT), 0.0) for x_BK in of_actions)
+    return advantages_BT, returns_BT
 
 
 def fixed_ends(mask_BT: Tensor, tokens: int) -> Tensor:
