@@ -12,7 +12,7 @@ import torch
 
 from workbench.batches.columns import Ragged, Table, rows_at
 from workbench.batches.store import Weights
-from workbench.checks.report import Finding, NotApplicable, finding
+from workbench.checks.report import Finding, NotApplicable, finding, largest
 from workbench.checks.subject import (
     FORWARD,
     NEW_TOKENS,
@@ -155,9 +155,8 @@ def check_advantages(subject: Subject) -> Finding:
                 gaps = (one - two).abs().nan_to_num(nan=math.inf) / max(1.0, float(one.abs().max())) / FLOAT32_ROUNDING
                 culprit = f"{name} of row {int(row_of[gaps.argmax()])}, {called}, {between}"
                 found.append((float(gaps.max()), culprit))
-    figure, culprit = max(found)
     about = "relative change of advantages or returns that should be none, in units of what rounding may do"
-    return finding(figure, 1.0, culprit, about)
+    return largest(found, 1.0, about)
 
 
 def _table(subject: Subject) -> Table:
@@ -305,9 +304,7 @@ def check_invariance(subject: Subject) -> Finding:
                 found.append((gap / limit, f"{role}, row {part[i]} on {where}, {name}"))
     if not found:
         raise NotApplicable("no role here has a forward stage of workbench's own")
-    figure, culprit = max(found)
-    about = "largest change of a log-probability, value or score, in units of what rounding may do"
-    return finding(figure, 1.0, culprit, about)
+    return largest(found, 1.0, "largest change of a log-probability, value or score, in units of what rounding may do")
 
 
 def _only(mask: Ragged, row: int) -> torch.Tensor:
@@ -343,9 +340,8 @@ def check_masks(subject: Subject) -> Finding:
             of_row = [change(update, [row])[0] for row in every]
             culprit += f"; row {of_row.index(max(of_row))} most"
         found.append((difference, culprit))
-    figure, culprit = max(found)
     about = "relative change of loss or gradient by garbage outside the mask, in units of what rounding may do"
-    return finding(figure, 1.0, culprit, about)
+    return largest(found, 1.0, about)
 
 
 def check_denominators(subject: Subject) -> Finding:
@@ -364,9 +360,8 @@ def check_denominators(subject: Subject) -> Finding:
         for between, other in others.items():
             difference, what = relative_difference(ranks, other)
             found.append((difference / subject.by_dtype(role, *ROUNDING), f"{name}: {what}, {between}"))
-    figure, culprit = max(found)
     about = "relative change of loss or gradient with micro-batches, ranks or skips, in units of what rounding may do"
-    return finding(figure, 1.0, culprit, about)
+    return largest(found, 1.0, about)
 
 
 def check_gradients(subject: Subject) -> Finding:

@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.batches.columns import Ragged, Table, numbers_in, ragged_in
 from workbench.checks.invariants import ROUNDING, relative_difference
 from workbench.checks.loss_inputs import Held, LossInputs, role_of
-from workbench.checks.report import Finding, NotApplicable, finding
+from workbench.checks.report import Finding, NotApplicable, finding, largest
 from workbench.checks.subject import dealt_otherwise, measured
 from workbench.errors import BadInput
 from workbench.models.loading import load_config
@@ -158,10 +158,9 @@ def check_gradient(subject: LossSubject) -> Finding:
         raise NotApplicable(
             f"the loss has a kink, or bends, at all of the {positions} positions: differences do not give its gradient"
         )
-    figure, culprit = max(found)
     about = "relative gap between gradient and central differences"
     about += f", at {len(found)} of {positions} positions" if len(found) < positions else ""
-    return finding(figure, FINITE_DIFFERENCES, culprit, about)
+    return largest(found, FINITE_DIFFERENCES, about)
 
 
 def check_mask(subject: LossSubject) -> Finding:
@@ -189,8 +188,7 @@ def check_mask(subject: LossSubject) -> Finding:
                     gap_BT = torch.where(mask_BT, one_BT - two_BT, 0.0 if what == "the loss" else two_BT)
                     culprit = f"{_where(base, gap_BT)}: {what} changes with {other}"
                     found.append((_relative(gap_BT, one_BT), culprit))
-    figure, culprit = max(found)
-    return finding(figure, ROUNDING[0], culprit, "relative change by what is outside the mask")
+    return largest(found, ROUNDING[0], "relative change by what is outside the mask")
 
 
 def check_rows(subject: LossSubject) -> Finding:
@@ -241,9 +239,8 @@ def check_micro_batches(subject: LossSubject) -> Finding:
     for between, other in others.items():
         gap, what = relative_difference(own, other)
         found.append((gap / ROUNDING[lab.groups[subject.role].spec.dtype != "float32"], f"{what}, {between}"))
-    figure, culprit = max(found)
     about = "relative change of loss or gradient with micro-batches or ranks, in units of what rounding may do"
-    return finding(figure, 1.0, culprit, about)
+    return largest(found, 1.0, about)
 
 
 def check_direction(subject: LossSubject) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +43,12 @@ def finding(figure: float, threshold: float, culprit: str, about: str) -> Findin
     holds = figure <= threshold
     verdict: Verdict = "ok" if holds else "failed"
     return Finding(verdict=verdict, figure=figure, threshold=threshold, culprit="" if holds else culprit, about=about)
+
+
+def largest(found: Iterable[tuple[float, str]], threshold: float, about: str) -> Finding:
+    """Of what a check has measured in several places, with the culprit of each: the largest."""
+    figure, culprit = max(found)
+    return finding(figure, threshold, culprit, about)
 
 
 @dataclass(frozen=True)

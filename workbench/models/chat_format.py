@@ -12,7 +12,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import rendered
 from workbench.models.control_tokens import MARK, as_text, placed, special_tokens
-from workbench.models.tokenizers import TURN, differing_ends, is_text, put_before
+from workbench.models.tokenizers import behind_turn, differing_ends, is_text, put_before
 from workbench.models.turn_messages import schema_of
 
 if TYPE_CHECKING:
@@ -200,14 +200,7 @@ def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:
     """Whether the end that the template writes behind a turn is a text at which generation does not stop."""
-    if not tokenizer.chat_template:
-        return ""
-    turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
-    try:
-        whole = rendered(tokenizer, turns, next_turn=False)
-    except BadInput:
-        return ""
-    behind = whole.rpartition(TURN)[2].strip() if TURN in whole else ""
+    behind = behind_turn(tokenizer).strip()
     if not behind or any(behind.startswith(token) for token in special_tokens(tokenizer)):
         return ""
     return (

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,27 +27,18 @@ MOST_PARTS = 100_000  # layers, or experts of a layer
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
-    """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie."""
+    """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie. Python code
+    that lies beside the weights is never run."""
     from transformers import AutoConfig
 
-    config = _config_of(AutoConfig, resolve(name))
-    for key, value in config.to_dict().items():
-        # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
-        if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
-            setattr(config, key, 0.0)
-    return config
-
-
-def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
-    """The configuration in a folder. Python code that lies beside the weights is never run."""
-    file = folder / "config.json"
+    folder = resolve(name)
     try:
-        values = read_json(file, limit=CONFIG_BYTES)
+        values = read_json(folder / "config.json", limit=CONFIG_BYTES)
     except (OSError, BadInput) as error:
         raise _unreadable(folder, error) from error
-    _check_counts(values, file)
+    _check_counts(values, folder / "config.json")
     try:
-        return cast("PreTrainedConfig", auto.from_pretrained(folder, trust_remote_code=False))
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # which kind depends on the family: each checks its own fields
         if "trust_remote_code" in str(error):
             raise BadInput(
@@ -56,6 +47,11 @@ def _config_of(auto: Any, folder: Path) -> PreTrainedConfig:
                 "take a model whose architecture transformers has",
             ) from error
         raise _unreadable(folder, error) from error
+    for key, value in config.to_dict().items():
+        # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
+        if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, key, 0.0)
+    return config
 
 
 def read_config(name: str | Path) -> PreTrainedConfig:

@@ -184,17 +184,22 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
     """
     assert tokenizer.eos_token_id is not None  # `load_tokenizer` sees to it
     eos = int(tokenizer.eos_token_id)
+    first = tokenizer.encode(behind_turn(tokenizer).lstrip(), add_special_tokens=False)[:1]
+    return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in special_tokens(tokenizer) else eos
+
+
+def behind_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template writes behind a turn of the assistant; empty without a template, and where it cannot
+    render a turn."""
     if not tokenizer.chat_template:
-        return eos
+        return ""
     try:
         text = rendered(
             tokenizer, [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}], next_turn=False
         )
     except BadInput:
-        return eos
-    behind = text.rpartition(TURN)[2].lstrip() if TURN in text else ""
-    first = tokenizer.encode(behind, add_special_tokens=False)[:1]
-    return first[0] if first and str(tokenizer.convert_ids_to_tokens(first[0])) in special_tokens(tokenizer) else eos
+        return ""
+    return text.rpartition(TURN)[2] if TURN in text else ""
 
 
 def differing_ends(tokenizer: PreTrainedTokenizerBase) -> str:
