@@ -107,15 +107,15 @@ def test_a_tracker_is_started_once(store: TelemetryStore, run: TrackedRun):
 def test_one_that_fails_is_given_up_with_one_warning_and_nothing_is_lost(
     store: TelemetryStore, run: TrackedRun, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sinks, "TRACKERS", {**sinks.TRACKERS, "failing": (Failing, "json", "json")})
-    store.sinks.add("failing", None, run, {})
+    monkeypatch.setattr(sinks, "TRACKERS", {**sinks.TRACKERS, "json": Failing})
+    store.sinks.add("json", None, run, {})
     store.sinks.add("tensorboard", None, run, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report(store)
         store.sinks.close()
-    assert [str(w.message) for w in caught if "failing" in str(w.message)] == [
-        "failing gets no more metrics: ConnectionError: the server is gone. The run goes on, and lab.metrics() has "
+    assert [str(w.message) for w in caught if "json" in str(w.message)] == [
+        "json gets no more metrics: ConnectionError: the server is gone. The run goes on, and lab.metrics() has "
         "them all."
     ]
     assert Failing.rows == [{"compute_reward/rewards/mean": 0.25}, {"evaluate/test/pass@1": 0.125}]

@@ -18,6 +18,7 @@ from workbench.backends.base import Backend, Pending
 from workbench.errors import BadInput, NotFound
 from workbench.errors.containing import contained, passes
 from workbench.messages.calls import Call, HostInfo
+from workbench.support.surroundings import take_over
 from workbench.workers.host import Host
 
 # What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
@@ -69,11 +70,7 @@ class _Kernel:
             return
         if dist.is_initialized() and not self._had_group:
             dist.destroy_process_group()
-        for name, value in self._variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        take_over({"variables": self._variables})
         torch.set_num_threads(self._threads)
         warnings.filters[:] = [one for one in warnings.filters if one not in self._filters]  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 (caches of what was warned of)
@@ -126,12 +123,6 @@ class InlineBackend(Backend):
         self._in_kernel = False
 
     def start(self, infos: Sequence[HostInfo]) -> None:
-        if len(infos) != 1:
-            raise BadInput(
-                f"a placement of {len(infos)} devices with backend='inline'",
-                "the inline backend runs everything in the kernel, on one device",
-                "use Placement.colocate(devices=1), or backend='ray'",
-            )
         KERNEL.enter()
         self._in_kernel = True
         with KERNEL.left_as_found():

@@ -22,6 +22,7 @@ from typing import Any
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home
+from workbench.support.surroundings import take_over
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -104,11 +105,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        take_over({"variables": before})
 
 
 @contextlib.contextmanager

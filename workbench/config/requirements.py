@@ -27,17 +27,14 @@ from workbench.workers.worker import Worker
 if TYPE_CHECKING:
     from workbench.config.description import Description
 
-ENGINE_PACKAGES = {
-    "deepspeed": "deepspeed", "vllm": "vllm", "ray": "ray", "peft": "peft", "bitsandbytes": "bitsandbytes"
-}  # fmt: skip
+# By package: what does without it, and the extra that has it.
 INSTEAD = {
-    "deepspeed": "Training(engine='torch')",
-    "vllm": "Generation(engine='transformers')",
-    "ray": "backend='inline'",
-    "peft": "an actor without an adapter",
-    "bitsandbytes": "Training(optimizer='adamw')",
+    "deepspeed": ("Training(engine='torch')", "deepspeed"),
+    "vllm": ("Generation(engine='transformers')", "vllm-{device}"),
+    "ray": ("backend='inline'", "ray"),
+    "peft": ("an actor without an adapter", "lora"),
+    "bitsandbytes": ("Training(optimizer='adamw')", "adam8bit"),
 }
-EXTRA = {"deepspeed": "deepspeed", "vllm": "vllm-{device}", "ray": "ray", "peft": "lora", "bitsandbytes": "adam8bit"}
 
 
 def check(description: Description) -> None:
@@ -189,9 +186,10 @@ def _check_installed(description: Description) -> None:
     if description.backend == "ray":
         wanted.add("ray")
     for package in sorted(wanted):
-        if importlib.util.find_spec(ENGINE_PACKAGES[package]) is None:
-            extra = EXTRA[package].format(device="cpu" if description.device == "cpu" else "gpu")
-            raise MissingDependency.of(package, "this workbench asks for it", extra, INSTEAD[package])
+        if importlib.util.find_spec(package) is None:
+            instead, extra = INSTEAD[package]
+            extra = extra.format(device="cpu" if description.device == "cpu" else "gpu")
+            raise MissingDependency.of(package, "this workbench asks for it", extra, instead)
 
 
 def _check_rollout(description: Description) -> None:

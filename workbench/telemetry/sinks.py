@@ -136,13 +136,8 @@ class Trackio:
         self._run.finish()
 
 
-# name -> the class, the module that it needs, and the package that has it
-TRACKERS: Mapping[str, tuple[type[Any], str, str]] = {
-    "tensorboard": (TensorBoard, "tensorboard", "tensorboard"),
-    "wandb": (WandB, "wandb", "wandb"),
-    "mlflow": (MLflow, "mlflow", "mlflow"),
-    "trackio": (Trackio, "trackio", "trackio"),
-}
+# by the name of the package that each needs
+TRACKERS: Mapping[str, type[Any]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Sinks:
@@ -162,7 +157,7 @@ class Sinks:
         if key in self._trackers:
             return
         try:
-            self._trackers[key] = TRACKERS[name][0](key[1], run, **options)
+            self._trackers[key] = TRACKERS[name](key[1], run, **options)
         except Exception as error:
             raise BadInput(
                 f"track={name!r}",
@@ -205,10 +200,9 @@ def check_tracker(text: str) -> tuple[str, str | None]:
     name, _, project = str(text).partition("=")
     if name not in TRACKERS:
         raise BadInput(f"track={text!r}", f"trackers are {', '.join(TRACKERS)}", meant(name, TRACKERS, repr))
-    _, module, package = TRACKERS[name]
-    if importlib.util.find_spec(module) is None:
+    if importlib.util.find_spec(name) is None:
         raise MissingDependency(
-            f"track={name!r} without the package {package!r}", "it is not installed here", f"pip install {package}"
+            f"track={name!r} without the package {name!r}", "it is not installed here", f"pip install {name}"
         )
     return name, project or None
 

@@ -168,19 +168,9 @@ def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
 
 def arguments_of(description: Description) -> dict[str, Any]:
     """The arguments of `wb.open` that make a description."""
-    same = (
-        "name",
-        "placement",
-        "prompts",
-        "backend",
-        "device",
-        "devices",
-        "seed",
-        "address",
-        "share_memory",
-        "record",
-    )
-    return {"models": description.as_declared(), **description.defaults, **{n: getattr(description, n) for n in same}}
+    others = ("id", "models", "defaults", "moved", "opened", "changed")
+    same = {name: value for name, value in vars(description).items() if name not in others}
+    return {"models": description.as_declared(), **description.defaults, **same}
 
 
 def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any], called: str) -> None:
