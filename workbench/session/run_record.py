@@ -10,6 +10,7 @@ the texts on the page and in IPython's own history, by their digests.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
@@ -179,7 +180,7 @@ def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         return
-    history = _History.of(shell)
+    history = _history(shell)
     for cell in history.cells:
         telemetry.append_event("cell", **asdict(cell))
     history.followers.append((telemetry, closed))
@@ -187,8 +188,6 @@ def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
 
 class _History:
     """All cells of this kernel, and who wants to know of them."""
-
-    _one: _History | None = None
 
     def __init__(self, shell: Any) -> None:
         self.kernel = f"{os.getpid()}-{shell.history_manager.session_number}"
@@ -201,12 +200,6 @@ class _History:
         ]
         self.followers: list[tuple[TelemetryStore, Callable[[], bool]]] = []
         shell.events.register("post_run_cell", self._ran)
-
-    @classmethod
-    def of(cls, shell: Any) -> _History:
-        if cls._one is None:
-            cls._one = cls(shell)
-        return cls._one
 
     def _ran(self, result: Any) -> None:
         with suppress(KeyboardInterrupt), uninterrupted():  # the cell is over: there is nothing left to interrupt
@@ -228,3 +221,6 @@ class _History:
             except OSError:  # a run folder that was deleted
                 continue
         self.followers = [follower for follower in self.followers if not follower[1]()]
+
+
+_history = functools.cache(_History)

@@ -3,6 +3,7 @@ pdb works: `lab.debug()`."""
 
 from __future__ import annotations
 
+import pdb
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
 from workbench.support.calls.sessions import in_place
+from workbench.support.notebook_cell import ipython_shell
 from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state
@@ -275,17 +277,7 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
 
 def _enter_debugger(trace: TracebackType | None) -> None:
     """The notebook's debugger, or Python's, at the last frame."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        shell = None
-    else:
-        shell = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
-    if shell is None:
-        import pdb
-
-        pdb.post_mortem(trace)
-        return
-    debugger = shell.debugger_cls()
+    shell = ipython_shell()
+    debugger = pdb.Pdb() if shell is None else shell.debugger_cls()
     debugger.reset()
     debugger.interaction(None, trace)

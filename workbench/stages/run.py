@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
@@ -366,12 +366,6 @@ class RunRecord:
     aside: bool = False
 
 
-@dataclass
-class _Entry:
-    record: RunRecord
-    run: weakref.ref[Run] = field(repr=False)
-
-
 def _state(run: Run) -> str:
     if run.state == "cancelled":
         return "stopped" if run.calls else "not run"
@@ -387,7 +381,7 @@ class RunLog:
     """The last stage calls of a workbench, newest last: the cell, the progress, the end. Holds no results."""
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=KEPT)
+        self._entries: deque[tuple[RunRecord, weakref.ref[Run]]] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
     def add(self, run: Run, stage: str, iteration: int, cell: Cell | None, *, aside: bool) -> None:
@@ -396,17 +390,14 @@ class RunLog:
             iteration=iteration, cell=cell.number if cell else 0, batch=run.batch.id if run.batch is not None else "",
             submitted_s=run.submitted_s, aside=aside,
         )  # fmt: skip
-        entry = _Entry(record, weakref.ref(run))
+        kept = weakref.ref(run)
         with self._lock:
-            self._entries.append(entry)
-        run.when_over(lambda: self._look(entry))
+            self._entries.append((record, kept))
+        run.when_over(lambda: self._look(record, kept))
 
-    def _look(self, entry: _Entry) -> RunRecord:
+    def _look(self, record: RunRecord, kept: weakref.ref[Run]) -> RunRecord:
         """Update the record from its run, unless that was garbage collected."""
-        run, record = entry.run(), entry.record
-        if run is None:
-            return record
-        if record.ended_s == 0.0:
+        if (run := kept()) is not None and record.ended_s == 0.0:
             record.state = _state(run)
             record.done_units, record.total_units = run.ranks.counted
             record.started_s = run.started_s
@@ -418,7 +409,7 @@ class RunLog:
         """Those of an iteration, or all that are kept, in call order."""
         with self._lock:
             entries = list(self._entries)
-        return [self._look(e) for e in entries if iteration is None or e.record.iteration == iteration]
+        return [self._look(*entry) for entry in entries if iteration in (None, entry[0].iteration)]
 
     def frame(self) -> pd.DataFrame:
         """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended: see

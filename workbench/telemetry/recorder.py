@@ -243,22 +243,12 @@ class Recorder:
         self._add(kind, min(start_s, end_s), end_s, counts, 0, kinds[-1] if kinds else "")
 
     @contextmanager
-    def transfer(
-        self,
-        source: str,
-        destination: str,
-        *,
-        batch: str = "",
-        columns: str = "",
-        kind: TransferKind = "batch",
-    ) -> Iterator[OpenSpan]:
-        """Time the block as one movement of bytes; set `.bytes` on what it yields. Nothing is recorded for a block that
-        raises: nothing is known to have arrived."""
+    def transfer(self, source: str, destination: str, **what: Any) -> Iterator[OpenSpan]:
+        """Time the block as one movement of bytes; set `.bytes` on what it yields. what: batch, columns and kind, see
+        `add_transfer`. Nothing is recorded for a block that raises: nothing is known to have arrived."""
         moved, start_s = OpenSpan(), self.now_s()
         yield moved
-        self.add_transfer(
-            source, destination, start_s, self.now_s(), bytes=moved.bytes, batch=batch, columns=columns, kind=kind
-        )
+        self.add_transfer(source, destination, start_s, self.now_s(), bytes=moved.bytes, **what)
 
     def add_transfer(
         self,
