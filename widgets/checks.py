@@ -7,11 +7,9 @@ from html import escape
 from typing import Any
 
 from workbench.checks import CHECKS
-from workbench.display.html import table
 from workbench_widgets.view import View, button, choice
 
 ALL = "all checks"
-SIGNS = {"ok": "\N{CHECK MARK}", "failed": "\N{MULTIPLICATION X}", "not applicable": "\N{EN DASH}"}
 
 
 class Checks(View):
@@ -36,21 +34,9 @@ class Checks(View):
     def picture(self) -> str:
         if self.report is None:
             return "<p>Nothing has been checked yet.</p>"
-        rows = [
-            {
-                "check": finding.check,
-                "verdict": f"{SIGNS[finding.verdict]} {finding.verdict}",
-                "figure": _figure(finding.figure),
-                "threshold": _figure(finding.threshold),
-                "look at": finding.culprit,
-                "what it is": finding.about,
-            }
-            for finding in self.report
-        ]
         since = self.lab.iteration - self._after
         age = f", {since} iteration{'s' if since > 1 else ''} ago" if since else ""
-        state = "all that apply hold" if self.report.ok else f"{len(self.report.failed)} failed"
-        return table(rows, caption=f"{len(rows)} checks after iteration {self._after}{age}: {state}", max_rows=60)
+        return str(self.report._repr_html_(f" after iteration {self._after}{age}"))
 
     def text(self) -> str:
         return "checks: none run" if self.report is None else repr(self.report)
@@ -61,10 +47,6 @@ class Checks(View):
         def check() -> str:
             report = self.lab.check(*names)
             self.report, self._after = report, self.lab.iteration
-            return "checks: " + ("all that apply hold" if report.ok else f"{len(report.failed)} failed")
+            return f"checks: {report.state}"
 
         self.driver.start(f"checking {escape(self.chosen)}", check)
-
-
-def _figure(value: float) -> str:
-    return "" if value != value else f"{value:.3g}"

@@ -20,10 +20,6 @@ from workbench_widgets.stage_form import times
 from workbench_widgets.view import View, button, choice, entry, or_why, whole_number
 
 
-def algorithm_names() -> list[str]:
-    return [name for name in ALGORITHMS if {"prompts", "sampling"} <= set(_fields(name))]
-
-
 def _fields(name: str) -> Mapping[str, Any]:
     return inspect.signature(getattr(algorithms, name)).parameters
 
@@ -230,13 +226,12 @@ class Stepper(View):
                     words = f"running {record.done_units}/{record.total_units}"
                 elif state in ("done", "from the store"):
                     share = 0.0
-                    words += (
-                        f", {seconds_text(max(record.ended_s - record.started_s, 0.0))}" if record.started_s else ""
-                    )
+                    if record.started_s:
+                        words += f", {seconds_text(max(record.ended_s - record.started_s, 0.0))}"
             elif stage.name in made:
                 state = words = "done"
-            if stage.name == following and state in ("waiting", "done") and stage.name not in self._under_way():
-                state, words = ("next", "next") if state == "waiting" else (state, words)
+            if stage.name == following and state == "waiting" and stage.name not in self._under_way():
+                state = words = "next"
             marks[stage.name] = Mark(SIGNS[state], words, share, stage.name == self.chosen)
         return marks
 
@@ -312,7 +307,7 @@ class Stepper(View):
         )
 
     def _branch_from(self) -> str:
-        others = [name for name in self._fitting() if self.algorithm is None or name != type(self.algorithm).__name__]
+        others = [name for name in self._fitting() if name != type(self.algorithm).__name__]
         if not others:
             return ""
         arm = self.arm if self.arm in others else others[0]
@@ -329,7 +324,8 @@ class Stepper(View):
         """Algorithms that this workbench can run, with their fields as they come."""
         roles = tuple(self.lab.groups)
         if self._fit[0] != roles:
-            self._fit = (roles, [name for name in algorithm_names() if fits(name, self.lab, self.algorithm)])
+            draw = [name for name in ALGORITHMS if {"prompts", "sampling"} <= set(_fields(name))]
+            self._fit = (roles, [name for name in draw if fits(name, self.lab, self.algorithm)])
         return self._fit[1]
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -405,7 +401,7 @@ class Stepper(View):
         batch = None if stage is None else self._batch(stage, self._records().get(self.chosen))
         if batch is None:
             raise BadInput(f"branching from {self.chosen!r}", "it has made no batch in this iteration", "run it first")
-        others = [name for name in self._fitting() if self.algorithm is None or name != type(self.algorithm).__name__]
+        others = [name for name in self._fitting() if name != type(self.algorithm).__name__]
         other = self.arm if self.arm in others else others[0]
         arms = {} if self.algorithm is None else {type(self.algorithm).__name__: self.algorithm}
         arms[other] = make_algorithm(other, self.lab, self.algorithm)

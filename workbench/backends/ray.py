@@ -147,12 +147,8 @@ def _actor_class(ray: Any) -> Any:
             self._driver = ""
 
         @ray.method(concurrency_group="control")
-        def process(self) -> Process:
-            return Process.current()
-
-        @ray.method(concurrency_group="control")
-        def variables(self) -> set[str]:
-            return set(os.environ)
+        def process(self) -> tuple[Process, set[str]]:
+            return Process.current(), set(os.environ)
 
         @ray.method(concurrency_group="control")
         def drive(self, driver: str) -> None:
@@ -305,7 +301,7 @@ class RayBackend(Backend):
         while not self.wait(list(asked.values()), POLL_S):
             _need_head(self._head)
             self._note("starting hosts")
-        self.processes |= {name: pending.result() for name, pending in asked.items()}
+        self.processes |= {name: pending.result()[0] for name, pending in asked.items()}
 
     def _start_pool(self, infos: Sequence[HostInfo], nodes: Sequence[str], asked_s: float) -> None:
         ray = self._ray
@@ -400,8 +396,7 @@ class RayBackend(Backend):
         for info in infos:
             try:
                 actor = self._ray.get_actor(_actor_name(self._lab, info.name), namespace=NAMESPACE)
-                self.processes[info.name] = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
-                known = self._ray.get(actor.variables.remote(), timeout=ATTACH_TIMEOUT_S)
+                self.processes[info.name], known = self._ray.get(actor.process.remote(), timeout=ATTACH_TIMEOUT_S)
                 variables = {name: value for name, value in self._before.variables.items() if name in known}
                 self._known[info.name] = replace(self._before, variables=variables)
                 self._actors[info.name] = actor

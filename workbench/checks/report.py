@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from workbench.batches.batch import Batch
 
 Verdict = Literal["ok", "failed", "not applicable"]
+SIGNS = {"ok": "\N{CHECK MARK}", "failed": "\N{MULTIPLICATION X}", "not applicable": "\N{EN DASH}"}
 
 
 class NotApplicable(Exception):
@@ -70,6 +71,10 @@ class CheckReport:
         """Whether none failed."""
         return not self.failed
 
+    @property
+    def state(self) -> str:
+        return "all that apply hold" if self.ok else f"{len(self.failed)} failed"
+
     def raise_if_failed(self) -> CheckReport:
         """Raise `CheckFailed`, naming every check that failed with figure and culprit; else return itself."""
         if self.failed:
@@ -105,10 +110,13 @@ class CheckReport:
         rows = [head, *((*_texts(finding).values(), finding.culprit or finding.about) for finding in self.findings)]
         return "\n".join(f"{row[0]:<14}{row[1]:<16}{row[2]:>9}{row[3]:>10}  {row[4]}".rstrip() for row in rows)
 
-    def _repr_html_(self) -> str:
-        state = "all that apply hold" if self.ok else f"{len(self.failed)} failed"
-        rows = [{**_texts(one), "look at": one.culprit, "what it is": one.about} for one in self.findings]
-        return table(rows, caption=f"{len(self.findings)} checks: {state}")
+    def _repr_html_(self, when: str = "") -> str:
+        rows = [
+            {**_texts(one), "verdict": f"{SIGNS[one.verdict]} {one.verdict}", "look at": one.culprit}
+            | {"what it is": one.about}
+            for one in self.findings
+        ]
+        return table(rows, caption=f"{len(rows)} checks{when}: {self.state}")
 
 
 def _texts(finding: Finding) -> dict[str, str]:

@@ -74,24 +74,17 @@ def state_of(role: RoleModel) -> Iterator[Part]:
         if any(of_8bit):
             codes = _only(_in_bytes(trained, 1), of_8bit)
             yield Part("codes", codes, MOMENTS, sharding)
-            yield Part("scales", _block_scales(codes), MOMENTS, sharding)
+            scales = (  # one number for each block of elements
+                replace(weight, shape=(blocks_8bit(math.prod(weight.shape)),), item_bytes=4, axis=None, parts=())
+                for weight in codes
+            )
+            yield Part("scales", replace(codes, weights=tuple(scales)), MOMENTS, sharding)
         if any(of_muon):
             yield Part("momentum", _only(trained, of_muon), 1, sharding)
 
 
 def _only(weights: ModelWeights, chosen: Sequence[bool]) -> ModelWeights:
     return replace(weights, weights=tuple(itertools.compress(weights, chosen)))
-
-
-def _block_scales(weights: ModelWeights) -> ModelWeights:
-    """One number for each block of elements."""
-    return replace(
-        weights,
-        weights=tuple(
-            replace(weight, shape=(blocks_8bit(math.prod(weight.shape)),), item_bytes=4, axis=None, parts=())
-            for weight in weights
-        ),
-    )
 
 
 def _in_bytes(weights: ModelWeights, item_bytes: int) -> ModelWeights:
@@ -109,13 +102,12 @@ class FlatDistribution(Distribution):
     def _starts(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(rank of the layout, weight) -> where it begins in its run, and the length of one stretch of that."""
         found: dict[tuple[int, str], tuple[int, int]] = {}
+        d = self.layout.d
         for position in range(self.layout.size):
-            held = local_sizes(self.weights, self.layout, position)
             groups: dict[tuple[int, bool], list[tuple[Weight, int]]] = {}
-            for weight, size in held:
+            for weight, size in local_sizes(self.weights, self.layout, position):
                 groups.setdefault(self.training.group_of(weight.name, len(weight.shape)), []).append((weight, size))
             for run in groups.values():
-                d = self.layout.d
                 each = padded(sum(size for _, size in run), ALIGNMENT * d) // d
                 start = 0
                 for weight, size in run:

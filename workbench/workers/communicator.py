@@ -64,19 +64,16 @@ class Communicator:
         if self.process_group is not None:
             dist.destroy_process_group(self.process_group)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
-
-    def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
+    def all_reduce(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over the ranks, or what else `how` says, in place."""
         if self.world_size > 1:
             with self._counted(tensor.nbytes):
                 dist.all_reduce(tensor, op=how, group=self.process_group)
         return tensor
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+        return self.all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order; their first axis may differ."""
@@ -161,10 +158,9 @@ class Communicator:
         if not sends and not receives:
             return
         operations = [
-            dist.P2POp(dist.isend, tensor, group=self.process_group, group_peer=rank) for rank, tensor in sends
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, group=self.process_group, group_peer=rank) for rank, tensor in receives
+            dist.P2POp(how, tensor, group=self.process_group, group_peer=rank)
+            for how, pairs in ((dist.isend, sends), (dist.irecv, receives))
+            for rank, tensor in pairs
         ]
         with self._counted(sum(tensor.nbytes for _, tensor in sends)):
             start_s = self._recorder.now_s()
