@@ -176,18 +176,10 @@ class PlacementChange(Moves):
         import pandas as pd
 
         rows = [
-            {
-                "role": change.role,
-                "action": change.action,
-                "pool": change.old_pool,
-                "new_pool": change.new_pool,
-                "layout": str(change.old_layout or ""),
-                "new_layout": str(change.new_layout or ""),
-                "moved_bytes": change.moved_bytes,
-            }
+            {**vars(change), "old_layout": str(change.old_layout or ""), "new_layout": str(change.new_layout or "")}
             for change in self.roles
         ]
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows).rename(columns={"old_pool": "pool", "old_layout": "layout"})
 
     def traffic(self) -> Traffic:
         """Who would send how many bytes to whom, as a picture; `.matrix` and `.frame()` as tables."""

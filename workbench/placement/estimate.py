@@ -8,6 +8,7 @@ micro-batch do. So the controller gives the first (`rooms`), and the host that k
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -202,15 +203,13 @@ class MemoryEstimate:
     def certain(self, *devices: int) -> int:
         """The least that devices together need: without caches and files that are mapped (on a CPU) and activations,
         with the gradients of the role that has most."""
-        gradients: dict[str, int] = {}
-        lasting: dict[str, int] = {}
-        generating: dict[str, int] = {}
+        lasting, gradients, generating = Counter[str](), Counter[str](), Counter[str]()
         for tenant in self.tenants:
             if tenant.device in devices:
                 role, memory = tenant.role, tenant.memory
-                lasting[role] = lasting.get(role, 0) + memory.certain(on_cpu=self.device == "cpu")
-                gradients[role] = gradients.get(role, 0) + memory.gradients
-                generating[role] = generating.get(role, 0) + memory.generating
+                lasting[role] += memory.certain(on_cpu=self.device == "cpu")
+                gradients[role] += memory.gradients
+                generating[role] += memory.generating
         if self.take_turns:
             turns = (max(lasting[role] - generating[role] + gradients[role], generating[role]) for role in lasting)
             return max(turns, default=0)
@@ -398,14 +397,13 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
     """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
     unsure = {"generation_kv_cache"} if estimate.device == "cpu" else set()
-    found: dict[tuple[str, str], int] = {}
+    found = Counter[tuple[str, str]]()
     for tenant in estimate.tenants:
         for use in (*LASTING, *PASSING) if tenant.device in devices else ():
             if certain and use in {*unsure, "activations"}:
                 continue
             mapped = tenant.memory.may_be_mapped if certain and unsure and use == "parameters" else 0
-            key = tenant.role, use.removeprefix("kept_")
-            found[key] = found.get(key, 0) + getattr(tenant.memory, use) - mapped
+            found[tenant.role, use.removeprefix("kept_")] += getattr(tenant.memory, use) - mapped
     return sorted(((n, *key) for key, n in found.items() if n), reverse=True)
 
 

@@ -127,7 +127,8 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         if role.training.optimizer == "adamw_8bit":
             optimizer, extra = _moments_8bit([size for _, size in trained], role.training, on_cpu=cache_bytes is None)
     elif stage in (1, 2):
-        groups = list(parameter_groups(trained, role.training).values())
+        grouped = parameter_groups(trained, role.training).values()
+        groups = [[size for _, size in group] for group in grouped]
         flats = [padded(sum(group), ALIGNMENT * replicas) for group in groups if group]
         parameters = kept * role.frozen_bytes + sum(flats) * role.stored_bytes
         optimizer = sum(flats) // replicas * 12 + len(flats) * STEP_BYTES
@@ -186,11 +187,13 @@ def _moments_8bit(sizes: Sequence[int], training: Training, *, on_cpu: bool) -> 
     return (sum(sizes) - sum(large)) * 8 + codes + tables, extra
 
 
-def parameter_groups(held: Sequence[tuple[Weight, int]], training: Training) -> dict[tuple[int, bool], list[int]]:
-    """The elements of the weights of each parameter group, in the optimizer's order."""
-    found: dict[tuple[int, bool], list[int]] = {}
+def parameter_groups(
+    held: Sequence[tuple[Weight, int]], training: Training
+) -> dict[tuple[int, bool], list[tuple[Weight, int]]]:
+    """The weights of each parameter group with their elements, in the optimizer's order."""
+    found: dict[tuple[int, bool], list[tuple[Weight, int]]] = {}
     for weight, size in held:
-        found.setdefault(training.group_of(weight.name, len(weight.shape)), []).append(size)
+        found.setdefault(training.group_of(weight.name, len(weight.shape)), []).append((weight, size))
     return {key: found[key] for key in sorted(found)}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from workbench.placement.memory import ALIGNMENT, blocks_8bit, padded
+from workbench.placement.memory import ALIGNMENT, blocks_8bit, padded, parameter_groups
 from workbench.placement.role_model import RoleModel, local_sizes
 from workbench.resharding import boxes
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
@@ -104,10 +104,7 @@ class FlatDistribution(Distribution):
         found: dict[tuple[int, str], tuple[int, int]] = {}
         d = self.layout.d
         for position in range(self.layout.size):
-            groups: dict[tuple[int, bool], list[tuple[Weight, int]]] = {}
-            for weight, size in local_sizes(self.weights, self.layout, position):
-                groups.setdefault(self.training.group_of(weight.name, len(weight.shape)), []).append((weight, size))
-            for run in groups.values():
+            for run in parameter_groups(local_sizes(self.weights, self.layout, position), self.training).values():
                 each = padded(sum(size for _, size in run), ALIGNMENT * d) // d
                 start = 0
                 for weight, size in run:
