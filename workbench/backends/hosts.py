@@ -130,10 +130,7 @@ class Hosts:
     def require_whole(self, pool: Pool, role: str) -> None:
         """Raise `StageError` while hosts of the pool are at work on what was given up, `HostDied` where it was lost."""
         for what, pending in self.pending_cleanup.pop(pool.name, []):
-            if not pending.done():
-                self.clean_up_later(pool.name, what, pending)
-            elif not answered(pending):
-                self.lost[pool.name] = what
+            self.account(pool.name, what, pending)
         if late := self.pending_cleanup.get(pool.name):
             raise StageError(
                 f"pool {pool.name!r} is still at work on {late[0][0]}, which was given up",
@@ -151,6 +148,16 @@ class Hosts:
                 "it has lost a host, or its ranks no longer agree",
                 remedy,
             )
+
+    def account(self, pool: str, what: str, pending: Pending) -> str:
+        """Note where a host has not yet done what it was asked, "late", or has failed to do it, "lost"; which."""
+        if not pending.done():
+            self.clean_up_later(pool, what, pending)
+            return "late"
+        if not answered(pending):
+            self.lost[pool] = what
+            return "lost"
+        return ""
 
     def clean_up_later(self, pool: str, what: str, pending: Pending) -> None:
         """Note what hosts of a pool have still to end before they take another stage."""

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from workbench.backends import registry
-from workbench.backends.base import Pending, answered
+from workbench.backends.base import Pending
 from workbench.backends.starting import Note, Step, begin_loading, join_pools, settle
 from workbench.batches.store import Weights
 from workbench.display.interrupts import stoppable, uninterrupted
@@ -338,7 +338,8 @@ class Move:
             backend.ask(info.name, "release", keys)
             asked.append((info, backend.work(info.name, "abandon_move", ending)))
         backend.wait([pending for _, pending in asked], ANSWER_S)
-        lost, late = self._account(asked, self._title)
+        noted = {info.name: self._hosts.account(info.pool, self._title, pending) for info, pending in asked}
+        lost, late = ([name for name, how in noted.items() if how == kind] for kind in ("lost", "late"))
         if isinstance(error, WorkbenchError):
             error.value = f"{self._title}: {error.value}"
         then = "the old placement goes on as it was"
@@ -351,18 +352,6 @@ class Move:
             error.remedy = "; ".join(filter(None, (then, more)))
         elif lost or late:
             error.add_note(f"{self._title} came to nothing; {then}")
-
-    def _account(self, asked: Sequence[tuple[HostInfo, Pending]], what: str) -> tuple[list[str], list[str]]:
-        """Note the pools of hosts that failed to do what they were asked, or have not done it yet; their names."""
-        lost, late = [], []
-        for info, pending in asked:
-            if not pending.done():
-                late.append(info.name)
-                self._hosts.clean_up_later(info.pool, what, pending)
-            elif not answered(pending):
-                lost.append(info.name)
-                self._hosts.lost[info.pool] = what
-        return lost, late
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 
@@ -396,7 +385,8 @@ class Move:
             hosts.record()
             settle(backend, steps, self._note)
         except BaseException:
-            self._account([(step.host, step.pending) for step in steps], f"the last step of {self._title}")
+            for step in steps:
+                hosts.account(step.host.pool, f"the last step of {self._title}", step.pending)
             raise
         finally:
             keys = [key for move in self._moves for key in move.published]
