@@ -172,9 +172,7 @@ def _actor_class(ray: Any) -> Any:
 
         @ray.method(concurrency_group="control")
         def control(self, driver: str, method: str, *args: Any, **kwargs: Any) -> Any:
-            self._check(driver, method)
-            with containing():
-                return getattr(self._host, method)(*args, **kwargs)
+            return self.compute(driver, method, *args, **kwargs)
 
         def _check(self, driver: str, method: str) -> None:
             if driver != self._driver and self._driver and method not in LOOKS:
