@@ -25,8 +25,8 @@ def _fields(name: str) -> Mapping[str, Any]:
 
 
 def make_algorithm(name: str, lab: Any, like: Any) -> Any:
-    """An algorithm with its own fields, except those that say how much, which are those of the one before it; how many
-    samples a prompt too, where that is more than one, which not every algorithm can do with."""
+    """An algorithm with its own defaults, but as many prompts and the same sampling as the one before it. Samples a
+    prompt are taken over only where there were several: some algorithms cannot work with one."""
     shared = [field for field in ("prompts", "samples", "sampling") if hasattr(like, field) and field in _fields(name)]
     given = {field: getattr(like, field) for field in shared if field != "samples" or like.samples > 1}
     make: Callable[..., Any] = getattr(algorithms, name)
