@@ -6,7 +6,7 @@ DEMO := notebooks/101_ppo_by_hand.ipynb
 # threads that wait take no core: see workbench/__init__.py; here also for notebooks that import torch first
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test fuzz lessons thorough margins lock drift lab check format docs witnesses peers bench prove clean help
+.PHONY: setup demo test fuzz lessons thorough margins lock drift cluster lab check format docs witnesses peers bench prove clean help
 
 setup: $(READY) ## set up .venv/ (the default; quick when nothing changed)
 
@@ -55,6 +55,9 @@ drift: $(READY) ## install the newest versions that pyproject.toml allows, say w
 	$(PYTHON) scripts/setup_env.py --newest
 	$(BIN)/python -m scripts.lock --compare .venv-newest
 	OMP_NUM_THREADS=1 .venv-newest/bin/python scripts/run_tests.py -n $(JOBS) --dist loadfile $(QUICK)
+
+cluster: $(READY) ## machines on this one, to try a cluster: DO="up 3", "link m2 --rate 1gbit --delay 10ms", "kill m2", "down", "--help"
+	@$(BIN)/python scripts/machines.py $(or $(DO),up 3)
 
 lab: $(READY) ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab --notebook-dir=. $(DEMO)

@@ -73,30 +73,39 @@ class Backend(ABC):
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         """Whether `count` of these (None: all) are done within the time."""
 
+    def racks(self) -> dict[str, str]:
+        """The rack of each machine that says which it is in."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """End the hosts and free what they hold."""
 
 
-def nodes_of_pools(pools: Sequence[int], free: Mapping[str, int]) -> list[list[str]] | None:
+def nodes_of_pools(
+    pools: Sequence[int], free: Mapping[str, int], groups: Sequence[int] = (), racks: Mapping[str, str] | None = None
+) -> list[list[str]] | None:
     """The machine of each rank, pool by pool; None: there are not devices enough.
 
-    pools: devices of each. free: devices that each machine has free. A pool stays on one machine where one has room,
-    the fullest such, larger pools first; else it lies over few machines, the emptiest first, ranks that stand side by
-    side together, so that tensor groups, which are consecutive ranks, are cut as seldom as can be.
+    pools: devices of each. free: devices that each machine has free. groups: of each pool, how many ranks that stand
+    side by side stay on one machine: those of a tensor group. racks: of machines.
+    A pool stays on one machine where one has room, the fullest such, larger pools first; else in one rack; else it lies
+    over few machines, the emptiest first, ranks that stand side by side together.
     """
-    left, found = dict(free), [list[str]() for _ in pools]
+    left, found, racks = dict(free), [list[str]() for _ in pools], racks or {}
     for number in sorted(range(len(pools)), key=lambda n: -pools[n]):
-        wanted = pools[number]
-        if wanted > sum(left.values()):
+        wanted, group = pools[number], groups[number] if groups else 1
+        room = {node: count - count % group for node, count in left.items()}
+        by_rack = {
+            racks.get(node, ""): {n: c for n, c in room.items() if racks.get(n) == racks.get(node)} for node in room
+        }
+        sets = [*({node: count} for node, count in room.items()), *by_rack.values(), room]
+        fitting = [nodes for nodes in sets if sum(nodes.values()) >= wanted]
+        if not fitting:
             return None
-        fitting = [node for node, count in left.items() if count >= wanted]
-        if fitting:
-            chosen = [min(fitting, key=lambda node: left[node])]
-        else:
-            chosen = sorted(left, key=lambda node: -left[node])
-        for node in chosen:
-            taken = min(left[node], wanted - len(found[number]))
+        chosen = min(fitting, key=lambda nodes: (len(nodes) > 1, len(nodes) == len(room), sum(nodes.values())))
+        for node in sorted(chosen, key=lambda node: -room[node]):
+            taken = min(room[node], wanted - len(found[number]))
             found[number] += [node] * taken
             left[node] -= taken
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import psutil
 
@@ -87,15 +88,15 @@ def _clock(time_s: float) -> str:
     return time.strftime("%d %b %H:%M", time.localtime(time_s))
 
 
-def when_free(wait_s: float, note: Callable[[str], None], attempt: Callable[[], None]) -> None:
-    """Carry out `attempt`, again and again for `wait_s` seconds while it raises `DevicesTaken`."""
+def when_free(wait_s: float, note: Callable[[str], None], attempt: Callable[[], Any]) -> Any:
+    """What `attempt` gives, which is carried out again and again for `wait_s` seconds while it raises
+    `DevicesTaken`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            attempt()
-            return
+            return attempt()
         except DevicesTaken:
             if time.monotonic() > deadline:
                 raise
-        note("waiting for memory that others hold")
+        note("waiting for devices that others hold")
         time.sleep(POLL_S)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
@@ -17,6 +18,8 @@ from typing import Any
 
 from workbench.backends.base import Backend, Pending, nodes_of_pools
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
+from workbench.backends.environments import need_same
+from workbench.backends.holders import when_free
 from workbench.backends.host_server import python_for_hosts
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
@@ -41,7 +44,8 @@ OF_HOSTS = (
 )  # fmt: skip
 CPU_SHARE = 0.001
 GROUPS = "/devices/"  # in the names of placement groups of workbenches
-NODE_LABEL = "ray.io/node-id"
+NODE_LABEL, RACK_LABEL = "ray.io/node-id", "rack"
+CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over several
 
 
 class RayPending(Pending):
@@ -290,7 +294,8 @@ class RayBackend(Backend):
     def start(self, infos: Sequence[HostInfo]) -> None:
         asked_s = time.time()
         self.check(infos)
-        nodes, first = self._nodes(infos), 0
+        nodes, first = when_free(self._wait_s, self._note, lambda: self._nodes(infos)), 0
+        self._need_same_code(infos, nodes)
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
             self._start_pool(pool, nodes[first : first + len(pool)], asked_s)
@@ -306,7 +311,6 @@ class RayBackend(Backend):
         group = self._devices(infos, nodes)
         actor_class = _actor_class(ray)
         for index, info in enumerate(infos):
-            threads = str(info.threads)
             self._actors[info.name] = actor_class.options(
                 name=_actor_name(self._lab, info.name),
                 namespace=NAMESPACE,
@@ -314,21 +318,39 @@ class RayBackend(Backend):
                 max_restarts=0,
                 num_cpus=CPU_SHARE,
                 num_gpus=_gpus(info),
-                runtime_env={
-                    "env_vars": {
-                        "OMP_NUM_THREADS": threads,
-                        "MKL_NUM_THREADS": threads,
-                        # idle threads that spin take the cores from other hosts: up to ten times slower
-                        "OMP_WAIT_POLICY": "passive",
-                        "TOKENIZERS_PARALLELISM": "false",
-                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                    },
-                    **self._python(info),
-                },
+                runtime_env=self._runtime_env(info),
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
                 ),
             ).remote(info, asked_s)
+
+    def _runtime_env(self, info: HostInfo) -> dict[str, Any]:
+        threads = str(info.threads)
+        variables = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            # idle threads that spin take the cores from other hosts: up to ten times slower
+            "OMP_WAIT_POLICY": "passive",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        return {"env_vars": variables, **self._python(info)}
+
+    def _need_same_code(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
+        """Raise `MissingDependency` where a machine to which hosts go has other code; none is named: to any."""
+        here = self._ray.get_runtime_context().get_node_id()
+        others = {
+            node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()
+            if node["Alive"] and node["NodeID"] != here and (node["NodeID"] in nodes or not nodes)
+        }  # fmt: skip
+        need_same(self._ray, others, self._runtime_env(infos[0]))
+
+    def racks(self) -> dict[str, str]:
+        return {name: node["Labels"].get(RACK_LABEL, "") for name, node in self._machines().items()}
+
+    def _machines(self) -> dict[str, dict[str, Any]]:
+        """What Ray says of each machine that lives, by its name."""
+        return {node["NodeManagerHostname"]: node for node in self._ray.nodes() if node["Alive"]}
 
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
@@ -375,18 +397,35 @@ class RayBackend(Backend):
     def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
         """The machine of each host, those of a pool on one where they can be; empty where that makes no difference, or
         devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts."""
-        alive = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
-        if len(alive) < 2:
+        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        if len(nodes) < 2:
             return []
         kind, available = "GPU" if _gpus(infos[0]) else "CPU", self._ray._private.state.available_resources_per_node()
-        free = {node: round(available.get(node, {}).get(kind, 0)) for node in alive}
-        pools = [len(list(ranks)) for _, ranks in groupby(infos, key=lambda info: info.pool)]
-        found = nodes_of_pools(pools, free)
+        free = {node: round(available.get(node, {}).get(kind, 0)) for node in nodes}
         if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
             table = self._ray.util.placement_group_table().values()
             here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
             hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
-            found = nodes_of_pools(pools, {node: max(0, cores - hosts[node]) for node, cores in free.items()}) or found
+            cores, free = free, {node: max(0, count - hosts[node]) for node, count in free.items()}
+        pools = [list(ranks) for _, ranks in groupby(infos, key=lambda info: info.pool)]
+        sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
+        place = partial(
+            nodes_of_pools, sizes, racks={name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
+        )
+        found = place(free, groups)
+        if found is None and kind == "CPU":
+            found = place(cores, groups)
+        if found is None and (anyhow := place(free)):
+            if os.environ.get(CROSS_MACHINES):
+                found = anyhow
+            else:
+                total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
+                raise (DevicesTaken if place(total, groups) else BadInput)(
+                    f"tensor groups of {max(groups)} devices, where machines have "
+                    + ", ".join(f"{count} (of {total[name]})" for name, count in free.items()) + " free",
+                    "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
+                    f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
+                )  # fmt: skip
         return [node for nodes in found or [] for node in nodes]
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -298,10 +299,16 @@ class Description:
             log_path=None,
             share_memory=self.share_memory,
             again=again,
+            tensor_ranks=math.lcm(*(size for role in pool.roles for size in self._tensor_sizes(role))),
         )
         return (
             info if self.backend == "inline" else replace(info, log_path=str(run_folder / "logs" / f"{info.name}.log"))
         )
+
+    def _tensor_sizes(self, role: str) -> tuple[int, ...]:
+        """Ranks of a tensor group of a role, as it trains and as it generates."""
+        generation = getattr(self.models.get(role), "generation", None)
+        return self.layout_of(role).t, generation.tensor_parallel_size if generation else 1
 
     @property
     def threads(self) -> int:

@@ -198,7 +198,7 @@ class HostInfo:
     """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
     lab: the workbench's id. share_memory: see `workbench.open`. again: how many earlier pools of that name `lab.move`
-    has ended.
+    has ended. tensor_ranks: so many ranks that stand side by side exchange activations in each layer of a role.
     """
 
     lab: str
@@ -210,6 +210,7 @@ class HostInfo:
     log_path: str | None
     share_memory: ShareMemory = False
     again: int = 0
+    tensor_ranks: int = 1
 
     @property
     def name(self) -> str:

@@ -53,10 +53,10 @@ class Topology:
 
     def frame(self) -> pd.DataFrame:
         """Role x rank: its place in the role's layout (replica, pipeline stage, tensor rank), host, process, machine,
-        device, how sequences run, tokens of a micro-batch (none before the role has run a pass), and bytes by use,
-        asked of the live processes. `lab.memory()` draws it.
+        the rack that its Ray node has as a label, device, how sequences run, tokens of a micro-batch (none before the
+        role has run a pass), and bytes by use, asked of the live processes. `lab.memory()` draws it.
         """
-        rows = []
+        rows, racks = [], self._hosts.backend.racks()
         for info, seen in zip(self._hosts.infos, self._seen(), strict=True):
             for role, held in seen["roles"].items():
                 if role == "numeric":
@@ -76,6 +76,7 @@ class Topology:
                     "device": info.device,
                     "process": seen["process"],
                     "machine": seen["machine"],
+                    "rack": racks.get(seen["machine"], ""),
                     "host_resident_bytes": seen["resident_bytes"],
                     "host_batch_bytes": seen["batch_bytes"],
                     "host_published_bytes": seen["published_bytes"],

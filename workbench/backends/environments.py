@@ -1,0 +1,65 @@
+"""Whether the other machines of a cluster have the code of this one: hosts import it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.errors import MissingDependency
+from workbench.support.code_version import code_version
+
+SHOWN = 3
+DATA = "datasets/"  # only the controller reads them, and a link to them does not travel
+REMEDY = (
+    "install the same there, by a lock file or an image; or have Ray ship the code, by ray.init(address, "
+    "runtime_env={'py_modules': [workbench]}) before the workbench is opened: docs/clusters.md"
+)
+
+
+def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, Any]) -> None:
+    """Raise `MissingDependency` where a machine has no such package, or other versions of what computes, or other files
+    of this package. machines: names of them by the id of their Ray node. runtime_env: of hosts."""
+
+    def look() -> dict[str, Any]:  # a function of a function travels by value
+        from workbench.support.code_version import code_version
+
+        return code_version()
+
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    task, mine = ray.remote(num_cpus=0, max_retries=0, runtime_env=runtime_env)(look), code_version()
+    asked = {node: task.options(scheduling_strategy=affinity(node, soft=False)).remote() for node in machines}
+    for node, answer in asked.items():
+        where = f"machine {machines[node]}"
+        try:
+            theirs = ray.get(answer)
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, ImportError):
+                raise
+            raise MissingDependency(
+                f"{where}: {error.cause}", "hosts import what this process imports", REMEDY
+            ) from None
+        if differing := _differing(mine, theirs):
+            raise MissingDependency(
+                f"{where} has other code than this process: {differing}",
+                "all ranks of a workbench run the same, or their numbers are of neither", REMEDY,
+            )  # fmt: skip
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    here, there = _builds(mine["versions"]), _builds(theirs["versions"])
+    found = [
+        f"{name} {there.get(name, 'is missing')} (here {here.get(name, 'none')})"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    mine, theirs = ({n: d for n, d in of["files"].items() if not n.startswith(DATA)} for of in (mine, theirs))
+    files = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if files:
+        more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
+        found.append(f"workbench/{', workbench/'.join(files[:SHOWN])}{more} differ")
+    return "; ".join(found)
+
+
+def _builds(versions: Mapping[str, str]) -> dict[str, str]:
+    """Versions without what tells builds for CPUs from those for GPUs."""
+    return {name.removesuffix("-cpu"): text.partition("+")[0] for name, text in versions.items()}
