@@ -3,6 +3,7 @@ under way; afterwards the iteration has to be that of a run without faults.
 
     python benchmarks/faults.py --trials 250 --state faults.jsonl
     python benchmarks/faults.py --pools --trials 100 --state pools.jsonl
+    python benchmarks/faults.py --machines --trials 30 --state machines.jsonl
 
 Each trial begins after iteration 1 of PPO on a tiny model under Ray. The fault comes at a random moment. Then what a
 user would do: the same cell again, `lab.recover()`, or `wb.attach` in another kernel; and the rest of iteration 2, and
@@ -12,6 +13,9 @@ both iterations are those of the run without faults, none filtered; and no proce
 trainer, are killed. After the death of the trainer all is as without faults. After that of a rollout worker nothing may
 go back: each prompt is trained on once, all tokens that had been drawn before are in its response, and there are
 as many optimizer steps as without.
+--machines: on three machines that are network namespaces of this one (`scripts/machines.py`), of which two have hosts;
+one of these loses its power, or its network for good or for 2 s, stands still for 2 s, has a slow cable, or one that
+loses packets. The last four may cost time alone. Recovery goes to the machines that are left.
 
 Results are added to --state; a later call goes on from there. Needs a C compiler. The exit code is 1 where a trial was
 not right.
@@ -36,6 +40,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts import machines
 from tests.crash_points.cases import ALGORITHM, OTHERS, REST, same
 from tests.crash_points.processes import LOST, Kernel, Kernels
 
@@ -238,11 +243,101 @@ out = pid
         return kind or "done before"
 
 
-def drawn(trials: int, pools: bool) -> Iterator[tuple[str, str, float]]:
+APART = {"policy": (1, ["actor", "reference"]), "scorers": (1, ["critic", "reward"])}
+OPEN_APART = """
+apart = dict(placement=wb.Placement.of(APART), device="cpu", address="ADDRESS")
+lab = tiny_lab("faults", Path("runs"), if_exists="replace", **apart)
+ppo = algorithm(lab)
+ppo.iterate()
+out = str(lab.save("one-OPENED").folder)
+"""
+PASSING_S = 2.0
+PASSING = ("gap", "stand still", "slow cable", "lossy cable")  # after which all goes on
+BREAKING = ("power", "network")
+
+
+class FaultsOfMachines(Faults):
+    """One workbench on two of three machines. Rows have, beside the trial's, until when the death was said and how long
+    the recovery took."""
+
+    def __init__(self, folder: Path, cluster: machines.Cluster) -> None:
+        super().__init__(folder)
+        self._cluster = cluster
+        self.opening = OPEN_APART.replace("APART", str(APART), 1).replace("ADDRESS", cluster.address)
+
+    def begin(self) -> None:
+        """Open it, and note what a run without faults gives."""
+        self._open()
+        began = time.monotonic()
+        self._second = self._driver.run(REST.format(2))
+        self._took_s = {"iterate": time.monotonic() - began}
+        self._third = self._driver.run(REST.format(3))
+        self._back()
+
+    def _outcome(self, cell: str, fault: str, after_s: float) -> str:
+        driver, cluster, (name, pool) = self._driver, self._cluster, fault.split(" of ")
+        hit = driver.run(
+            f"out = next(p.machine for n, p in lab.hosts.backend.processes.items() if n.startswith({pool!r}))"
+        )
+        machine = cluster.machines[hit]
+        driver.begin(REST.format(2))
+        time.sleep(after_s)
+        began = time.monotonic()
+        self._hit(machine, name)
+        error, _ = driver.answer(300)
+        said_s = time.monotonic() - began
+        kind = error.split(":")[0]
+        assert error != LOST and kind in (("",) if name in PASSING else ("HostDied", "StageError", "")), error
+        recovery_s = 0.0
+        if name in BREAKING:
+            if not error:  # it had ended before: the next stage finds it
+                error, _ = driver.try_to(REST.format(3))
+                said_s = time.monotonic() - began
+            assert machine.name in error, f"the machine is not named: {error}"
+            began = time.monotonic()
+            self._back()
+            recovery_s = time.monotonic() - began
+        same(driver.run(REST.format(2)), self._second)
+        same(driver.run(REST.format(3)), self._third)
+        self._repair(machine)
+        return f"{kind or 'done'}, said in {said_s:.1f} s" + (
+            f", recovered in {recovery_s:.1f} s" if recovery_s else ""
+        )
+
+    def _hit(self, machine: machines.Machine, fault: str) -> None:
+        cluster = self._cluster
+        if fault == "power":
+            cluster.kill(machine)
+        elif fault == "network":
+            cluster.shape(machine, cut=True)
+        elif fault == "gap":
+            cluster.shape(machine, cut=True)
+            time.sleep(PASSING_S)
+            cluster.shape(machine, cut=False)
+        elif fault == "stand still":
+            cluster.signal(machine, signal.SIGSTOP)
+            time.sleep(PASSING_S)
+            cluster.signal(machine, signal.SIGCONT)
+        else:
+            cluster.shape(machine, **({"rate": 5e6, "delay_s": 0.05} if fault == "slow cable" else {"loss": 0.05}))
+
+    def _repair(self, machine: machines.Machine) -> None:
+        """The machine as it was at first, in the cluster again."""
+        self._cluster.shape(machine, cut=False, rate=0.0, delay_s=0.0, loss=0.0)
+        if machine.pid and self._cluster.alive(machine):
+            return
+        self._cluster.kill(machine)
+        self._cluster.start(machine)
+        self._cluster.save()
+
+
+def drawn(trials: int, pools: bool, apart: bool) -> Iterator[tuple[str, str, float]]:
     """What the trials are: the same for every call."""
     dice = random.Random(8)
     for number in range(trials):
-        if pools:
+        if apart:
+            yield "iterate", f"{(BREAKING + PASSING)[number % 6]} of {dice.choice(list(APART))}", dice.random()
+        elif pools:
             yield "ahead", list(HOSTS)[number % 2], dice.random()
         else:
             yield dice.choices(list(CELLS), [5, 2, 3])[0], dice.choice(FAULTS), dice.random()
@@ -254,16 +349,27 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=100, help="in all, those in --state included")
     parser.add_argument("--state", type=Path, default=Path("runs/faults.jsonl"), help="results, a line a trial")
     parser.add_argument("--pools", action="store_true", help="kill rollout workers, and the trainer beside them")
+    parser.add_argument("--machines", action="store_true", help="break machines, cables and network")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long; a later call goes on")
     arguments = parser.parse_args()
     arguments.state.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in arguments.state.read_text().splitlines()] if arguments.state.exists() else []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, arguments.state.open("a") as state:
-        faults = (FaultsOfPools if arguments.pools else Faults)(Path(folder))
+    with contextlib.ExitStack() as opened:
+        folder, state = (
+            opened.enter_context(tempfile.TemporaryDirectory()),
+            opened.enter_context(arguments.state.open("a")),
+        )
+        faults: Faults
+        if arguments.machines:
+            cluster = opened.enter_context(machines.cluster(3, cores=1))
+            os.environ |= cluster.variables
+            faults = FaultsOfMachines(Path(folder), cluster)
+        else:
+            faults = (FaultsOfPools if arguments.pools else Faults)(Path(folder))
         try:
             faults.begin()
-            for cell, fault, part in list(drawn(arguments.trials, arguments.pools))[len(rows) :]:
+            for cell, fault, part in list(drawn(arguments.trials, arguments.pools, arguments.machines))[len(rows) :]:
                 if arguments.minutes is not None and time.monotonic() - began > 60 * arguments.minutes:
                     break
                 rows.append(faults.trial(cell, fault, part))

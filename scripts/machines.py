@@ -70,6 +70,7 @@ class Machine:
     number: int  # the end of its address
     cores: int
     rack: str
+    gpus: int = 0  # that Ray is told of, whatever there is
     pid: int = 0
     created: float = 0.0
     link: Link = field(default_factory=Link)
@@ -133,8 +134,8 @@ class Cluster:
             f"hostname {machine.name}", "ip link set lo up", "mount -t proc proc /proc", "mount -t tmpfs shm /dev/shm",
             f"mount --bind {own}/ray {ray}", f"mount --bind {own}/runs {runs}",
             f"exec {sys.executable} -m ray.scripts.scripts start --block --address={self.address} "
-            f"--node-ip-address={self.ip(machine.number)} --num-cpus={machine.cores} --temp-dir={ray} "
-            f"--object-store-memory={2**29} --disable-usage-stats --labels=rack={machine.rack}",
+            f"--node-ip-address={self.ip(machine.number)} --num-cpus={machine.cores} --num-gpus={machine.gpus} "
+            f"--temp-dir={ray} --object-store-memory={2**29} --disable-usage-stats --labels=rack={machine.rack}",
         ]  # fmt: skip
         command = ["ip", "netns", "exec", self.namespace(machine), "unshare", "--uts", "--pid", "--mount", "--ipc",
                    "--fork", "--kill-child", "sh", "-ec", "\n".join(inside)]  # fmt: skip
@@ -180,6 +181,10 @@ class Cluster:
         self.save()
         os.kill(self.switch[0], signal.SIGHUP)
 
+    def alive(self, machine: Machine) -> bool:
+        """Whether its Ray node runs: one that has been cut off for long ends when it is back."""
+        return psutil.pid_exists(machine.pid) and psutil.Process(machine.pid).status() != psutil.STATUS_ZOMBIE
+
     def signal(self, machine: Machine, which: signal.Signals) -> None:
         """Send a signal to all processes of a machine."""
         for process in psutil.Process(machine.pid).children(recursive=True):
@@ -199,11 +204,12 @@ class Cluster:
         return found
 
 
-def up(count: int, *, cores: int = 2, racks: Sequence[str] = ()) -> Cluster:
-    """Start a head and that many machines. racks: the label of each; none: all are in rack "a"."""
+def up(count: int, *, cores: int = 2, racks: Sequence[str] = (), gpus: int = 0) -> Cluster:
+    """Start a head and that many machines. racks: the label of each; none: all are in rack "a". gpus: of each, by what
+    Ray is told."""
     number = next(n for n in range(1, 250) if _claim(n))
     machines = {
-        f"m{n}": Machine(f"m{n}", 10 + n, cores, rack) for n, rack in enumerate(racks or ["a"] * count, start=1)
+        f"m{n}": Machine(f"m{n}", 10 + n, cores, rack, gpus) for n, rack in enumerate(racks or ["a"] * count, start=1)
     }
     cluster = Cluster(number, machines)
     for name in ("ray", "runs"):
@@ -234,9 +240,9 @@ def up(count: int, *, cores: int = 2, racks: Sequence[str] = ()) -> Cluster:
 
 
 @contextlib.contextmanager
-def cluster(count: int, *, cores: int = 2, racks: Sequence[str] = ()) -> Iterator[Cluster]:
+def cluster(count: int, *, cores: int = 2, racks: Sequence[str] = (), gpus: int = 0) -> Iterator[Cluster]:
     """A cluster for as long as the block lasts."""
-    found = up(count, cores=cores, racks=racks)
+    found = up(count, cores=cores, racks=racks, gpus=gpus)
     try:
         yield found
     finally:

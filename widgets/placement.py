@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from workbench.display import devices as pools
@@ -248,6 +249,14 @@ class PlacementEditor(View):
             )
         return "".join(f"<div>{line}</div>" for line in lines)
 
+    def _devices(self, pool: str) -> list[str]:
+        """Of a pool that lives, with their machines where there are several."""
+        hosts = self.lab.hosts
+        machines = hosts.backend.machines_now()
+        several = len(set(machines.values())) > 1
+        infos = [info for info in hosts.infos if info.pool == pool]
+        return [f"{machines.get(info.name, '')} {info.device}" if several else info.device for info in infos]
+
     def _pools(self, change: PlacementChange | None, *, controls: bool) -> str:
         shown, live, cuda = self.draft or self.lab.placement, self.lab.placement, self.lab.description.device == "cuda"
         there, styles = {(pool.name, pool.devices) for pool in live.pools}, role_styles([*shown.roles, ENVIRONMENT])
@@ -257,9 +266,10 @@ class PlacementEditor(View):
         for pool in shown.pools:
             lives = (pool.name, pool.devices) in there
             if lives:
-                devices = [device for name, device in self.lab.devices() if name == pool.name]
+                devices = self._devices(pool.name)
             elif change is not None:
-                devices = [f"{self.lab.description.device}:{n}" for n in change.new_numbers[pool.name]]
+                new = [place for place in zip_longest(change.places, change.machines) if place[0].new]
+                devices = [f"{m or ''} {change.device}:{p.device}".strip() for p, m in new if p.pool == pool.name]
             else:  # the hosts have not said yet which are free
                 devices = ["a free GPU" if cuda else "a free slot"] * pool.devices
             cards = [

@@ -19,7 +19,9 @@ import torch
 import workbench as wb
 from scripts import machines
 from tests.cases import TINY, rollouts, tiny_lab, train_on
+from tests.expected import expect_error
 from workbench.batches.columns import Ragged
+from workbench.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 SPREAD = wb.Placement.of({"policy": (1, ["actor"]), "scorers": (1, ["critic", "reference"]), "judges": (1, ["reward"])})
@@ -76,6 +78,10 @@ def on_machines(folder: str) -> dict[str, Any]:
         where = lab.topology().drop_duplicates("host").set_index("host")
         found: dict[str, Any] = {"one": one, "apart": one_iteration(lab), "machines": where["machine"].to_dict()}
         found["racks"] = where["rack"].to_dict()
+    cut = wb.Placement.of({"policy": (2, ["actor"])}, layouts={"actor": wb.Layout(t=2)})
+    gpus = {"device": "cuda", "address": cluster.address}  # Ray says that there are; it is refused before one is used
+    with expect_error(BadInput, value="tensor groups of 2 GPUs, where machines have 1 of 1, 1 of 1, 1 of 1 free"):
+        tiny_lab("cut", runs, models={"actor": TINY}, placement=cut, **gpus)
     models = {"actor": wide_model(cluster.folder / "wide"), "reward": length}
     placement = wb.Placement.of({"policy": (1, ["actor"]), "judges": (1, ["reward"])})
     with tiny_lab("wide", runs, models=models, placement=placement, **join) as lab:
@@ -92,7 +98,7 @@ def on_machines(folder: str) -> dict[str, Any]:
 def three() -> Iterator[machines.Cluster]:
     if reason := machines.allowed():
         pytest.skip(reason)
-    with machines.cluster(3, cores=1, racks=["a", "a", "b"]) as cluster:
+    with machines.cluster(3, cores=1, racks=["a", "a", "b"], gpus=1) as cluster:
         yield cluster
 
 

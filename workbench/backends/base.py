@@ -73,6 +73,15 @@ class Backend(ABC):
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
         """Whether `count` of these (None: all) are done within the time."""
 
+    def machines(self, infos: Sequence[HostInfo]) -> list[str]:
+        """The machine on which each of these hosts would be started; empty where that cannot be told. Raises `BadInput`
+        where a tensor group would lie over several."""
+        return []
+
+    def machines_now(self) -> dict[str, str]:
+        """The machine of each host; none is asked."""
+        return {}
+
     def racks(self) -> dict[str, str]:
         """The rack of each machine that says which it is in."""
         return {}

@@ -17,6 +17,7 @@ from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
 from workbench.placement import ROLLOUT, Layout, Placement, Pool
+from workbench.placement.change import PlacementChange
 
 
 class Hosts:
@@ -62,6 +63,17 @@ class Hosts:
 
     def named(self) -> dict[str, HostInfo]:
         return {info.name: info for info in self.infos}
+
+    def starting(self, change: PlacementChange, description: Description) -> list[HostInfo]:
+        """The hosts that a change of placement starts."""
+        pools = {pool.name: pool for pool in change.new.pools}
+        return [
+            description.host(
+                pools[place.pool], place.rank, place.device, self.run_folder, change.next_again(place.pool)
+            )
+            for place in change.places
+            if place.new
+        ]
 
     def place_of(self, role: str) -> tuple[Pool, tuple[str, ...], Layout]:
         """Pool, hosts and layout of a role's workers."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -21,6 +21,7 @@ from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_
 from workbench.backends.environments import need_same
 from workbench.backends.holders import when_free
 from workbench.backends.host_server import python_for_hosts
+from workbench.backends.ray_access import silent
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
@@ -345,6 +346,13 @@ class RayBackend(Backend):
         }  # fmt: skip
         need_same(self._ray, others, self._runtime_env(infos[0]))
 
+    def machines(self, infos: Sequence[HostInfo]) -> list[str]:
+        names = {node["NodeID"]: name for name, node in self._machines().items()}
+        return [names[node] for node in self._nodes(infos)] if infos else []
+
+    def machines_now(self) -> dict[str, str]:
+        return {name: process.machine for name, process in self.processes.items()}
+
     def racks(self) -> dict[str, str]:
         return {name: node["Labels"].get(RACK_LABEL, "") for name, node in self._machines().items()}
 
@@ -395,38 +403,41 @@ class RayBackend(Backend):
         return group
 
     def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
-        """The machine of each host, those of a pool on one where they can be; empty where that makes no difference, or
-        devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts."""
-        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
-        if len(nodes) < 2:
+        """The machine of each host, those of a pool on one where they can be; empty where there is one machine, or
+        devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts, or a share of
+        one. Raises `DevicesTaken` or `BadInput` where a tensor group has no machine."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        if len(alive) < 2:
             return []
-        kind, available = "GPU" if _gpus(infos[0]) else "CPU", self._ray._private.state.available_resources_per_node()
-        free = {node: round(available.get(node, {}).get(kind, 0)) for node in nodes}
+        # Ray takes half a minute and more to see that a machine is gone
+        nodes = {n["NodeID"]: n for n in alive if not silent(n["NodeManagerAddress"], n["NodeManagerPort"])}
+        pools = [list(ranks) for _, ranks in groupby(infos, key=lambda info: info.pool)]
+        sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
+        racks = {name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
+        place = partial(nodes_of_pools, sizes, racks=racks)
+        kind = "GPU" if _gpus(infos[0]) else "CPU"
+        total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
         if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
             table = self._ray.util.placement_group_table().values()
             here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
             hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
-            cores, free = free, {node: max(0, count - hosts[node]) for node, count in free.items()}
-        pools = [list(ranks) for _, ranks in groupby(infos, key=lambda info: info.pool)]
-        sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
-        place = partial(
-            nodes_of_pools, sizes, racks={name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
-        )
+            least = {name: max(0, count - hosts[name]) for name, count in total.items()}
+            shared = {name: sum(sizes) * bool(count) for name, count in total.items()}
+            found = next(filter(None, (place(free, groups) for free in (least, total, shared))), None)
+            return list(chain(*found or ()))
+        available = self._ray._private.state.available_resources_per_node()
+        free = {name: round(available.get(name, {}).get(kind, 0)) for name in nodes}
         found = place(free, groups)
-        if found is None and kind == "CPU":
-            found = place(cores, groups)
         if found is None and (anyhow := place(free)):
-            if os.environ.get(CROSS_MACHINES):
-                found = anyhow
-            else:
-                total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
+            if not os.environ.get(CROSS_MACHINES):
                 raise (DevicesTaken if place(total, groups) else BadInput)(
-                    f"tensor groups of {max(groups)} devices, where machines have "
-                    + ", ".join(f"{count} (of {total[name]})" for name, count in free.items()) + " free",
+                    f"tensor groups of {max(groups)} GPUs, where machines have "
+                    + ", ".join(f"{count} of {total[name]}" for name, count in free.items() if total[name]) + " free",
                     "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
                     f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
                 )  # fmt: skip
-        return [node for nodes in found or [] for node in nodes]
+            found = anyhow
+        return list(chain(*found or ()))
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:
         lost = set[str]()
@@ -452,7 +463,9 @@ class RayBackend(Backend):
         _remove_groups(self._ray, _groups_prefix(self._lab), [_group_name(info) for info in infos])
 
     def _pending(self, host: str, ref: Any) -> RayPending:
-        return RayPending(self._ray, ref, host, self._head)
+        machine = self.processes[host].machine if host in self.processes else ""
+        where = f" on machine {machine}" if machine and machine != socket.gethostname() else ""
+        return RayPending(self._ray, ref, f"{host}{where}", self._head)
 
     def _send(self, host: str, call: Any, *args: Any, **kwargs: Any) -> RayPending:
         """Make a call of a host. Raises `BadInput` for arguments that cannot be sent."""

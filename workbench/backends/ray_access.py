@@ -118,11 +118,11 @@ def reached_at(ray: Any, target: str) -> Iterator[None]:
         yield
         return
     host = host.strip("[]")
-    if reason := _silent(host, port):
+    if reason := silent(host, port):
         raise no_answer(target, reason)
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
-    if _is_loopback(host) and _silent(ray.util.get_node_ip_address(), port):
+    if _is_loopback(host) and silent(ray.util.get_node_ip_address(), port):
         constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -136,7 +136,7 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _silent(host: str, port: str) -> str:
+def silent(host: str, port: str | int) -> str:
     """Why nothing answers there; empty where something does."""
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()

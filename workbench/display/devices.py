@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from workbench.display.html import bytes_text, folded, numbers_table, svg
 from workbench.display.palette import RoleStyle, role_styles
@@ -24,6 +25,7 @@ USES = {
 WIDTH, GAP, PAD, LINE, BAR, HEAD = 300, 12, 10, 30, 11, 40
 BARS = WIDTH - 2 * PAD
 COLUMNS = 3
+NAMED = 24  # the height of a machine's name
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,20 @@ class Share:
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """One device. name: such as "cuda:0". place: the process on it. capacity_bytes: its memory, if known."""
+    """One device. name: such as "cuda:0". place: the process on it. capacity_bytes: its memory, if known. machine:
+    where there are several."""
 
     name: str
     place: str
     shares: tuple[Share, ...]
     capacity_bytes: int | None = None
     note: str = ""
+    machine: str = ""
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """Devices as a picture; bars of all boxes have one scale. what: in words, what the bytes are."""
+    """Devices as a picture, machine by machine; bars of all boxes have one scale. what: what the bytes are."""
 
     boxes: tuple[DeviceBox, ...]
     what: str
@@ -70,8 +74,9 @@ class DeviceMap:
 
 def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
     """Readings of memory as a picture. A role that holds nothing is there too."""
-    boxes = []
-    for reading in readings:
+    boxes, readings = [], list(readings)
+    several = len({reading.machine for reading in readings} - {""}) > 1
+    for reading in sorted(readings, key=lambda reading: reading.machine if several else ""):
         shares = [Share(role, use, n) for role, held in reading.held.items() for use, n in [("", 0), *held.items()]]
         if not reading.error:
             shares.append(Share("batch", "batches", reading.batch_bytes))
@@ -80,7 +85,8 @@ def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
         if reading.error:
             place, note = f"{reading.host}: {reading.error}", "no answer"
         capacity_bytes = reading.capacity_bytes if reading.on_gpu else None
-        boxes.append(DeviceBox(reading.device, place, tuple(shares), capacity_bytes, note))
+        machine = reading.machine if several else ""
+        boxes.append(DeviceBox(reading.device, place, tuple(shares), capacity_bytes, note, machine))
     return DeviceMap(tuple(boxes), what)
 
 
@@ -100,16 +106,21 @@ def _svg(shown: DeviceMap) -> str:
     scale = max((sum(s.bytes for s in held) for box in rows for held in box.values()), default=0) or 1
     columns = min(COLUMNS, max(1, len(shown.boxes)))
     height = HEAD + LINE * max((len(box) for box in rows), default=0) + PAD
-    parts, top = [], 34
-    for n, (box, held) in enumerate(zip(shown.boxes, rows, strict=True)):
-        x, y = (n % columns) * (WIDTH + GAP), top + (n // columns) * (height + GAP)
-        parts.append(_box(box, x, y, height))
-        for line, (role, shares) in enumerate(held.items()):
-            parts.append(_bar(role, shares, styles[role].colour, x + PAD, y + HEAD + line * LINE, scale))
-    lines = -(-len(shown.boxes) // columns)
+    parts, y = [], 34
+    for machine, group in groupby(zip(shown.boxes, rows, strict=True), key=lambda one: one[0].machine):
+        if machine:
+            y += NAMED
+            parts.append(f'<text x="0" y="{y - 6}" fill="currentColor" font-weight="600">{escape(machine)}</text>')
+        there = list(group)
+        for n, (box, held) in enumerate(there):
+            left, top = (n % columns) * (WIDTH + GAP), y + (n // columns) * (height + GAP)
+            parts.append(_box(box, left, top, height))
+            for line, (role, shares) in enumerate(held.items()):
+                parts.append(_bar(role, shares, styles[role].colour, left + PAD, top + HEAD + line * LINE, scale))
+        y += -(-len(there) // columns) * (height + GAP)
     used = {share.use.replace("_", " ") for box in shown.boxes for share in box.shares if share.bytes}
     legend, needed = _legend(used)
-    width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), top + lines * (height + GAP)
+    width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), y
     title = f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
     return svg(f"{title}{legend}{''.join(parts)}", width, tall, f"{shown.what}: {len(shown.boxes)} devices")
 

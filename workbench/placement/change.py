@@ -8,6 +8,8 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workbench.display.html import bytes_text, seconds_text, table
 from workbench.errors import BadInput
 from workbench.placement.estimate import MemoryEstimate, Tenant, estimate_memory, largest, remedy
@@ -31,15 +33,19 @@ class PlacementChange(Moves):
     with what they hold now; None: unknown. capacity_bytes: all the memory of that GPU or machine. refusal: why it
     cannot be done now, however much room there is; None: it can. took_s, transfer_s: of a change that was done, how
     long it took, and its transfers alone, with their checksums, for comparison with `expected_s` and `seconds`.
-    bandwidth_bytes_s, measured: what `seconds` assumes, and its source. start_s: how long new processes take to start
-    and models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes;
-    None: there was none of this kind.
+    machines: of each place; "": unknown. bandwidth_bytes_s, measured: what `seconds` assumes on a machine, and its
+    source; link_bytes_s, link_measured: of the cable of a machine. start_s: how long new processes take to start and
+    models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes; None:
+    there was none of this kind.
     """
 
     has_bytes: int | None = None
     capacity_bytes: int | None = None
     bandwidth_bytes_s: float | None = None
     measured: str = ""
+    machines: tuple[str, ...] = ()
+    link_bytes_s: float | None = None
+    link_measured: str = ""
     start_s: float = 0.0
     rest_s: float | None = None
     refusal: BadInput | None = None
@@ -58,12 +64,32 @@ class PlacementChange(Moves):
         known = self.has_bytes if self.device == "cuda" else None
         return estimate_memory(placement, models, device=self.device, device_bytes=known, numbers=numbers)
 
+    @cached_property
+    def between(self) -> np.ndarray:
+        """int64 [places, places]: what goes from machine to machine, of `matrix`."""
+        machines = np.array(self.machines or [""] * len(self.places))
+        known = machines != ""
+        apart = (machines[:, None] != machines) & known[:, None] & known
+        found: np.ndarray = self.matrix * apart
+        return found
+
+    @cached_property
+    def cable_bytes(self) -> int:
+        """The most bytes that a machine sends, or receives, from others."""
+        sides = [(self.between.sum(axis=axis), self.machines) for axis in (0, 1)]
+        return max((int(sum(n for n, m in zip(*side, strict=True) if m == machine)) for side in sides
+                    for machine in set(self.machines)), default=0)  # fmt: skip
+
     @property
     def seconds(self) -> float | None:
-        """How long the bytes take one after the other, without the start of processes and engines; None: unknown."""
-        if not self.total_bytes:
-            return 0.0
-        return None if not self.bandwidth_bytes_s else self.total_bytes / self.bandwidth_bytes_s
+        """How long the bytes take, without the start of processes and engines: those that stay on a machine one after
+        the other, and those of the busiest cable between machines. None: unknown."""
+        terms = [
+            (self.total_bytes - int(self.between.sum()), self.bandwidth_bytes_s), (self.cable_bytes, self.link_bytes_s)
+        ]  # fmt: skip
+        if any(nbytes and not rate for nbytes, rate in terms):
+            return None
+        return sum(nbytes / rate for nbytes, rate in terms if rate)
 
     @property
     def expected_s(self) -> float | None:
@@ -87,8 +113,10 @@ class PlacementChange(Moves):
         """What `expected_s` is made of, in words."""
         parts = []
         if self.total_bytes and self.seconds is not None:
-            rate = f"{bytes_text(self.bandwidth_bytes_s or 0)}/s ({self.measured})"
-            parts.append(f"the bytes {seconds_text(self.seconds)} at {rate}")
+            rates = [(self.bandwidth_bytes_s, "", self.measured)]
+            rates += [(self.link_bytes_s, f"{bytes_text(self.cable_bytes)} on a cable at ", self.link_measured)]
+            said = " and ".join(f"{at}{bytes_text(rate)}/s ({by})" for rate, at, by in rates if rate)
+            parts.append(f"the bytes {seconds_text(self.seconds)} at {said}")
         if self.start_s:
             parts.append(f"new processes and models {seconds_text(self.start_s)}, as the current ones took")
         if self.rest_s:

@@ -158,16 +158,9 @@ class Move:
         self._description, self._title = description, title
         self._key, self._run = f"{runner.ownership.controller}-move-{secrets.token_hex(4)}", runner.counters.next_run()
         there = {(info.pool, info.rank): info for info in runner.hosts.infos}
-        pools = {pool.name: pool for pool in change.new.pools}
-        self.infos = tuple(
-            self._description.host(
-                pools[place.pool], place.rank, place.device, runner.hosts.run_folder, change.next_again(place.pool)
-            )
-            if place.new
-            else there[place.pool, place.rank]
-            for place in change.places
-        )
-        self.new = [info for info, place in zip(self.infos, change.places, strict=True) if place.new]
+        self.new = runner.hosts.starting(change, description)
+        starting = iter(self.new)
+        self.infos = tuple(next(starting) if place.new else there[place.pool, place.rank] for place in change.places)
         self.ending = [info for info, place in zip(self.infos, change.places, strict=True) if place.ends]
         self._started = False
 

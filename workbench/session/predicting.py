@@ -134,8 +134,9 @@ class Predictor:
         two iterations before, as the first one warms up.
 
         algorithm: whose iteration it was; None: the one that took the last step. hardware: whose peak rates the terms
-        are counted in; None: this machine's, measured; needed where hosts run on other machines. Raises `BadInput`
-        where the iteration has not ended, or was made under an earlier placement.
+        are counted in; None: those of this machine, or of the machines of the hosts and the link between two of them,
+        measured; needed for GPUs of other machines. Raises `BadInput` where the iteration has not ended, or was made
+        under an earlier placement.
         """
         algorithm = self._whose(algorithm)
         if hardware is not None:
@@ -271,13 +272,16 @@ class Predictor:
 
     def _calibrated(self) -> Calibration:
         if self.calibration is None:
-            machines = set(self._topology.frame()["machine"].dropna())
-            if self._hosts.description.address is not None and machines != {socket.gethostname()}:
-                raise BadInput(
-                    f"hosts on {', '.join(sorted(machines))}", "only this machine's rates are measured",
-                    "describe theirs: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
-                )  # fmt: skip
-            self.calibration = Calibration()
+            machines, given = self._hosts.backend.machines_now(), None
+            if set(machines.values()) - {socket.gethostname()}:
+                if self._hosts.description.device == "cuda":
+                    raise BadInput(
+                        f"GPUs on {', '.join(sorted(set(machines.values())))}",
+                        "their fabric and network are not measured, and the first is no such machine as this one",
+                        "describe them: lab.calibrate(hardware='a100-80g'), or a wb.mapping.Hardware",
+                    )
+                given = self._topology.rates.hardware(machines)
+            self.calibration = Calibration(given)
         return self.calibration
 
     def _whose(self, algorithm: Algorithm | None) -> Algorithm:

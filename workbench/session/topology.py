@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -16,18 +16,18 @@ from workbench.backends.base import Pending
 from workbench.backends.hosts import Hosts
 from workbench.config.description import Description
 from workbench.display.devices import DeviceMap, device_map
-from workbench.display.html import bytes_text, table
+from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement
 from workbench.placement.change import PlacementChange
 from workbench.placement.estimate import MemoryEstimate, estimate_memory
 from workbench.placement.moves import TAKEN_ALONG
+from workbench.session.rates import Rates
 from workbench.stages.group import Groups
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.validation import PositiveFloat
 from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
-from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
 USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
@@ -43,7 +43,7 @@ class Topology:
         self._hosts, self._ownership, self._groups = hosts, ownership, groups
         self._counters, self._telemetry = counters, telemetry
         self._described: dict[str, Pending] = {}  # the last question of what it holds, by host
-        self._bandwidth_bytes_s: float | None = None
+        self.rates = Rates(hosts, ownership, groups, telemetry)
         self._events, self._events_lock = telemetry.follow("events"), threading.Lock()
         self._rests_s: dict[bool, deque[float]] = {starts: deque(maxlen=MOVES) for starts in (False, True)}
 
@@ -178,7 +178,6 @@ class Topology:
         """From what it is to what a description says."""
         lost = self.given_up(description)
         seen = self._seen(without=lost)
-        bandwidth, measured = self._bandwidth()
         room = self._room(seen)
         change = PlacementChange(
             old=self._hosts.placement,
@@ -193,11 +192,24 @@ class Topology:
             again=self._hosts.pools_ended | {info.pool: info.again for info in self._hosts.infos},
             has_bytes=room,
             capacity_bytes=None if room is None else min(map(capacity_bytes, seen)),
-            bandwidth_bytes_s=bandwidth,
-            measured=measured,
         )
+        machines, refusal = {s["host"]: s["machine"] for s in seen}, self._refusal(change)
+        if refusal is None:
+            try:
+                change = replace(change, machines=self._machines_of(change, description, machines))
+            except BadInput as error:  # devices that are apart from each other
+                refusal = error
+        change = self.rates.known(change, machines)
         rest_s = self._rest_s(starts=any(place.new for place in change.places))
-        return replace(change, refusal=self._refusal(change), start_s=_start_s(change, seen), rest_s=rest_s)
+        return replace(change, refusal=refusal, start_s=_start_s(change, seen), rest_s=rest_s)
+
+    def _machines_of(
+        self, change: PlacementChange, description: Description, machines: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """`PlacementChange.machines`; those of new processes where the backend can tell."""
+        new = self._hosts.starting(change, description)
+        planned = dict(zip((info.name for info in new), self._hosts.backend.machines(new), strict=False))
+        return tuple({**machines, **planned}.get(name, "") for name in change.names)
 
     def given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""
@@ -248,29 +260,6 @@ class Topology:
                     rest_s = details["seconds"] - details["transfer_seconds"] - details["start_seconds"]
                     self._rests_s[details["starts_processes"]].append(max(0.0, rest_s))
             return mean(self._rests_s[starts]) if self._rests_s[starts] else None
-
-    def _bandwidth(self) -> tuple[float | None, str]:
-        """Bytes a second from process to process, and where that figure is from."""
-        count, moved_bytes, seconds = self._telemetry.transfer_sums.moves()
-        if seconds > 0:
-            return moved_bytes / seconds, "as in the last move" if count == 1 else f"as in the last {count} moves"
-        if self._hosts.description.backend == "inline" or not self._ownership.drives:
-            return None, ""
-        if self._bandwidth_bytes_s is None:
-            self._bandwidth_bytes_s = self._probed(self._groups.lead.hosts[0])
-        return self._bandwidth_bytes_s, f"a probe of {bytes_text(PROBE_BYTES)} from a host to this process"
-
-    def _probed(self, host: str) -> float:
-        key = f"{self._ownership.controller}-probe"
-
-        def ask(host: str, method: str, *args: Any) -> Any:
-            return self._hosts.backend.ask(host, method, *args).result()
-
-        ask(host, "publish_probe", key)
-        try:
-            return timed_bytes_s(key, host, ask)
-        finally:
-            ask(host, "release", [key])
 
 
 def _start_s(change: PlacementChange, seen: Sequence[dict[str, Any]]) -> float:

@@ -43,8 +43,10 @@ from workbench.workers.role_state import (
 )
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.stopping import StageStopped, Stopping
-from workbench.workers.weight_exchange import Contents, Slice, WeightExchange, probe
+from workbench.workers.weight_exchange import Contents, Slice, WeightExchange, probe, timed_bytes_s
 from workbench.workers.worker import Context, SharedDevice, Worker
+
+QUESTIONS = 5
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -255,6 +257,25 @@ class Host(Shards):
 
     def publish_probe(self, key: str) -> None:
         self._exchange.publish(key, probe()[0])
+
+    def probe_link(self, key: str, host: str) -> float:
+        """Bytes a second from another host, which has published a probe, to this one."""
+        return timed_bytes_s(key, host, self._peers.call)
+
+    def probe_answer(self, host: str) -> float:
+        """Seconds in which another host answers: the least of some times."""
+        took_s = []
+        for _ in range(QUESTIONS):
+            began = time.perf_counter()
+            self._peers.call(host, "status")
+            took_s.append(time.perf_counter() - began)
+        return min(took_s)
+
+    def rates(self, devices: int) -> Any:
+        """What one of so many devices of this machine does."""
+        from workbench.mapping.probe import this_machine
+
+        return this_machine(devices)
 
     # --- moves and checkpoints ----------------------------------------------------------------------------------------
 

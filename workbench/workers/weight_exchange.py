@@ -266,6 +266,7 @@ AHEAD = 3
 BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
 PROBE_ROWS, PROBE_COLUMNS = 16_384, 1024
 PROBE_BYTES = 4 * PROBE_ROWS * PROBE_COLUMNS
+SLOW_S = 1.0
 
 
 class WeightIntake:
@@ -406,7 +407,8 @@ def probe() -> tuple[Snapshot, Reshard]:
 
 def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
     """Bytes a second from a host, which has published a `probe` under a key, to this process: the faster of two times,
-    after a first one in which memory for buckets is made. ask: as in `WeightExchange`."""
+    after a first one in which memory for buckets is made; over a slow link that one counts. ask: as in
+    `WeightExchange`."""
     snapshot, plan = probe()
     intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
     published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")
@@ -416,4 +418,6 @@ def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
         began = time.perf_counter()
         intake.place(published, {"probe": (target, shard)})
         took_s.append(time.perf_counter() - began)
-    return PROBE_BYTES / min(took_s[1:])
+        if took_s[0] > SLOW_S:
+            break
+    return PROBE_BYTES / min(took_s[1:] or took_s)

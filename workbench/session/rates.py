@@ -1,0 +1,106 @@
+"""How fast bytes go from process to process, on one machine and between machines: as they went, or by a probe."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from workbench.backends.hosts import Hosts
+from workbench.display.html import bytes_text
+from workbench.mapping.hardware import Hardware
+from workbench.placement.change import PlacementChange
+from workbench.stages.group import Groups
+from workbench.stages.ledger import Ownership
+from workbench.telemetry.store import TelemetryStore
+from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
+
+KEPT_S = 30.0  # so long is a probe of a link between machines believed
+HERE = "this process"
+
+
+class Rates:
+    """Rates between the processes of a workbench, each measured when it is first needed."""
+
+    def __init__(self, hosts: Hosts, ownership: Ownership, groups: Groups, telemetry: TelemetryStore) -> None:
+        self._hosts, self._ownership, self._groups, self._telemetry = hosts, ownership, groups, telemetry
+        self._probes: dict[tuple[str, str], tuple[float, float]] = {}  # by machines: when, bytes a second
+
+    def known(self, change: PlacementChange, machines: Mapping[str, str]) -> PlacementChange:
+        """The change with the rates of what it moves. machines: of the hosts that are there, by name."""
+        between = change.between
+        if not between.any():
+            bytes_s, measured = self._on_one_machine()
+            return replace(change, bandwidth_bytes_s=bytes_s, measured=measured)
+        inside = change.matrix - between
+        (bytes_s, measured), (link_bytes_s, link_measured) = (
+            self._busiest(change, moved, machines) if moved.any() else (None, "") for moved in (inside, between)
+        )
+        return replace(
+            change, bandwidth_bytes_s=bytes_s, measured=measured, link_bytes_s=link_bytes_s, link_measured=link_measured
+        )
+
+    def _on_one_machine(self) -> tuple[float | None, str]:
+        count, moved_bytes, seconds = self._telemetry.transfer_sums.moves()
+        if seconds > 0:
+            return moved_bytes / seconds, "as in the last move" if count == 1 else f"as in the last {count} moves"
+        if self._hosts.inline or not self._ownership.drives:
+            return None, ""
+        return self.between(self._groups.lead.hosts[0], HERE, {}), f"a {PROBE} from a host to {HERE}"
+
+    def _busiest(
+        self, change: PlacementChange, moved: np.ndarray, machines: Mapping[str, str]
+    ) -> tuple[float | None, str]:
+        """Of the pair of machines that exchange most, or, where no host of theirs could tell, of one of them and this
+        process."""
+        if not self._ownership.drives:
+            return None, ""
+        source, taker = np.unravel_index(moved.argmax(), moved.shape)
+        first, there = change.names[source], change.machines[taker]
+        second = next((name for name, machine in machines.items() if machine == there and name != first), HERE)
+        places = [name if name == HERE else f"{name} on {machines[name]}" for name in (first, second)]
+        return self.between(first, second, machines), f"a {PROBE} from {' to '.join(places)}"
+
+    def between(self, source: str, destination: str, machines: Mapping[str, str]) -> float:
+        """Bytes a second from host to host, or to this process. machines: of hosts."""
+        pair = machines.get(source, ""), machines.get(destination, destination)
+        when_s, found = self._probes.get(pair, (-KEPT_S, 0.0))
+        if not found or (pair[0] != pair[1] and machines and time.monotonic() - when_s > KEPT_S):
+            found = self._probed(source, destination)
+            self._probes[pair] = time.monotonic(), found
+        return found
+
+    def hardware(self, machines: Mapping[str, str]) -> Hardware:
+        """CPU machines like that of the lead role, with the link from it to another. machines: of hosts, by name."""
+        lead, backend = self._groups.lead.hosts[0], self._hosts.backend
+        used = Counter(machines.values())
+        count = max(used.values())
+        found: Hardware = backend.work(lead, "rates", count).result()
+        apart = next((name for name, machine in machines.items() if machine != machines[lead]), None)
+        if apart is not None:
+            bytes_s, answer_s = self.between(lead, apart, machines), backend.ask(apart, "probe_answer", lead).result()
+            found = replace(found, machine_bytes_s=bytes_s, between_latency_s=answer_s / 2)
+        cores = (found.cores or count) * len(used)
+        return replace(found, name="these machines", devices_per_machine=count, cores=cores)
+
+    def _probed(self, source: str, destination: str) -> float:
+        key = f"{self._ownership.controller}-probe"
+
+        def ask(host: str, method: str, *args: Any) -> Any:
+            return self._hosts.backend.ask(host, method, *args).result()
+
+        ask(source, "publish_probe", key)
+        try:
+            if destination == HERE:
+                return timed_bytes_s(key, source, ask)
+            bytes_s: float = ask(destination, "probe_link", key, source)
+            return bytes_s
+        finally:
+            ask(source, "release", [key])
+
+
+PROBE = f"probe of {bytes_text(PROBE_BYTES)}"
