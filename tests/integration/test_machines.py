@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 SPREAD = wb.Placement.of({"policy": (1, ["actor"]), "scorers": (1, ["critic", "reference"]), "judges": (1, ["reward"])})
 SWAPPED = {"policy": "judges", "judges": "policy", "scorers": "scorers"}
 ROWS, TOKENS = 8, 300_000
+SLOW_BITS_S = 2e8
 # of Ray's own messages, and of headers: 52 bytes on a packet of at most 60,000, and those that only acknowledge
 OVERHEAD = 1.02
 
@@ -86,11 +87,16 @@ def on_machines(folder: str) -> dict[str, Any]:
     placement = wb.Placement.of({"policy": (1, ["actor"]), "judges": (1, ["reward"])})
     with tiny_lab("wide", runs, models=models, placement=placement, **join) as lab:
         swapped = wb.Placement.of({"judges": (1, ["actor"]), "policy": (1, ["reward"])})
-        lab.diff(swapped)  # sends a probe
+        for machine in cluster.machines.values():
+            cluster.shape(machine, rate=SLOW_BITS_S)
+        found["shaped"] = lab.diff(swapped).link_bytes_s  # sends a probe
+        for machine in cluster.machines.values():
+            cluster.shape(machine, rate=0.0)
         ids = Ragged(torch.full((ROWS * TOKENS,), 9), torch.full((ROWS,), TOKENS))
         batch = lab.put({"prompt_ids": ids, "response_ids": ids, "prompt": ["?"] * ROWS})
         found["batch"] = crossed(cluster, lab, lambda: lab.reward.compute_reward(batch))
         found["move"] = crossed(cluster, lab, lambda: lab.move(swapped))
+        found["open"] = lab.diff(placement).link_bytes_s
     return found
 
 
@@ -115,6 +121,7 @@ def test_three_machines_give_the_bits_of_one_process_and_cables_carry_what_is_co
     assert sorted(found["machines"].values()) == ["m1", "m2", "m3"]
     racks = {"m1": "a", "m2": "a", "m3": "b"}
     assert found["racks"] == {host: racks[machine] for host, machine in found["machines"].items()}
+    assert found["shaped"] <= SLOW_BITS_S / 8 < found["open"]
     for what in ("batch", "move"):
         counted = found[what].pop("counted")
         assert counted > 15e6
