@@ -275,11 +275,18 @@ class FaultsOfMachines(Faults):
         self._back()
 
     def _outcome(self, cell: str, fault: str, after_s: float) -> str:
-        driver, cluster, (name, pool) = self._driver, self._cluster, fault.split(" of ")
-        hit = driver.run(
+        name, pool = fault.split(" of ")
+        hit = self._driver.run(
             f"out = next(p.machine for n, p in lab.hosts.backend.processes.items() if n.startswith({pool!r}))"
         )
-        machine = cluster.machines[hit]
+        machine = self._cluster.machines[hit]
+        try:
+            return self._survived(machine, name, after_s)
+        finally:
+            self._repair(machine)
+
+    def _survived(self, machine: machines.Machine, name: str, after_s: float) -> str:
+        driver = self._driver
         driver.begin(REST.format(2))
         time.sleep(after_s)
         began = time.monotonic()
@@ -293,13 +300,12 @@ class FaultsOfMachines(Faults):
             if not error:  # it had ended before: the next stage finds it
                 error, _ = driver.try_to(REST.format(3))
                 said_s = time.monotonic() - began
-            assert machine.name in error, f"the machine is not named: {error}"
+            assert error.startswith(("HostDied", "StageError")), f"a machine is gone, and it is not said: {error}"
             began = time.monotonic()
             self._back()
             recovery_s = time.monotonic() - began
         same(driver.run(REST.format(2)), self._second)
         same(driver.run(REST.format(3)), self._third)
-        self._repair(machine)
         return f"{kind or 'done'}, said in {said_s:.1f} s" + (
             f", recovered in {recovery_s:.1f} s" if recovery_s else ""
         )

@@ -38,6 +38,8 @@ def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, A
             raise MissingDependency(
                 f"{where}: {error.cause}", "hosts import what this process imports", REMEDY
             ) from None
+        except ray.exceptions.RayError:  # the machine has ended meanwhile, as the start of its hosts will say
+            continue
         if differing := _differing(mine, theirs):
             raise MissingDependency(
                 f"{where} has other code than this process: {differing}",
