@@ -1,14 +1,22 @@
 """What the controller adds to a stage, against the number of ranks and the number of rows.
 
-    python benchmarks/control.py [--ranks 1 2 4 8] [--rows 100 1000 10000 100000 1000000]
+    python benchmarks/control.py [--only real simulated planned moved] [--ranks 1 8 64] [--rows 100 1000 10000 100000]
 
-Three tables:
+Four tables:
 
-called     an operation that does nothing, on hosts that load no model: time from the call to its result, less the
-           longest compute span of a rank. With the rows where they are needed, so that nothing moves.
-moved      the same on two pools of one rank: each row (64 tokens, log-probabilities) goes from one to the other.
+real       a stage that writes one column, on hosts that load no model, in a loop that forgets its batches: what it
+           costs a rank, beside Ray's own calls of the same hosts (one to each, one `get`). cpu: of this process, all
+           its threads. wall: until the result, with the work of the hosts, which share this machine's cores.
+simulated  the same stage on hosts that answer at once, in this process, without Ray: from the call to the handle of
+           the batch, with the pickling of the calls, and telemetry and journal on the disk. Fails above 5 ms and
+           100 us a rank. --profile: by function.
 planned    the calls to 1, 64 and 1024 ranks for a batch whose columns five stages of other layouts made: no host is
            started. Bytes are those of all calls, pickled. Fails above 1 ms a rank and 1 us a row.
+moved      rows (64 tokens, log-probabilities) that go from one pool of one rank to another, for an operation that does
+           nothing: time from the call to its result, less the longest compute span.
+
+In the first two, columns count what one stage does on all its ranks together: writes of telemetry and of the journal,
+calls of Ray, objects that are new afterwards. connections: open ones.
 
 Each figure is the median of several calls.
 """
@@ -16,13 +24,19 @@ Each figure is the median of several calls.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import gc
+import os
+import pstats
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import numpy as np
@@ -33,18 +47,26 @@ sys.path.insert(0, str(ROOT))
 
 import workbench as wb  # noqa: E402
 from tests.light import describe  # noqa: E402
+from workbench.backends import journal_file, registry  # noqa: E402
+from workbench.backends.base import Pending, Progress  # noqa: E402
 from workbench.backends.inline import InlineBackend  # noqa: E402
 from workbench.batches.columns import Ragged  # noqa: E402
 from workbench.batches.location import Column, Location, ShardId  # noqa: E402
 from workbench.controller import Workbench  # noqa: E402
-from workbench.messages.calls import Call, Output  # noqa: E402
+from workbench.messages.calls import Call, ColumnSummary, Output, Reply  # noqa: E402
 from workbench.messages.shards import Shard  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
+from workbench.session.journal import SessionJournal  # noqa: E402
+from workbench.support.surroundings import Surroundings  # noqa: E402
+from workbench.telemetry import Recorder  # noqa: E402
+from workbench.telemetry.store import TelemetryStore  # noqa: E402
 from workbench.workers.worker import Worker  # noqa: E402
 
-TOKENS, PLANNED_RANKS = 64, (1, 64, 1024)
+TOKENS, PLANNED_RANKS, SIMULATED_RANKS = 64, (1, 64, 1024), (64, 256, 1024)
 # A plan may cost so much a rank, and for the row numbers, which it has to write down, so much a row.
 LIMIT_S, ROW_LIMIT_S = 1e-3, 1e-6
+# A stage on hosts that answer at once may cost so much a rank, and so much in all. Medians are of so many stages.
+STAGE_LIMIT_S, FIXED_LIMIT_S, STAGES = 1e-4, 5e-3, 20
 
 
 def worker_class() -> type[Worker]:
@@ -57,6 +79,10 @@ def worker_class() -> type[Worker]:
             lengths = torch.full((rows,), tokens)
             values = torch.zeros(rows * tokens, dtype=torch.int64)
             return Output(columns={"tokens": Ragged(values, lengths), "log_prob": Ragged(values.float(), lengths)})
+
+        @wb.register("3D_PROTO", reads=("uid",), writes=("mark",))
+        def mark(self, batch: Shard) -> Output:
+            return Output(columns={"mark": torch.zeros(len(batch))}, metrics={"rows": len(batch)})
 
         @wb.register("3D_PROTO", reads=("tokens", "log_prob"))
         def nothing(self, batch: Shard) -> Output:
@@ -97,16 +123,6 @@ def opened(ranks: int, runs: str, critic: int = 0) -> wb.Workbench:
         "control-cost", models=dict.fromkeys(pools, model), placement=wb.Placement.of(pools),
         devices=ranks + critic, device="cpu", runs=runs, if_exists="replace",
     )  # fmt: skip
-
-
-def by_ranks(all_ranks: list[int], runs: str) -> None:
-    """Print the table `called`."""
-    print(f"called    {'ranks':>8} {'rows':>9} {'added_ms':>10} {'ms_a_rank':>10}")
-    for ranks in all_ranks:
-        with opened(ranks, runs) as lab:
-            batch = stored(lab, 64)
-            added_ms = 1e3 * median_s(lambda lab=lab, batch=batch: added_s(lab, lab.actor, batch), 15)  # type: ignore[misc]
-        print(f"          {ranks:8d} {64:9d} {added_ms:10.2f} {added_ms / ranks:10.2f}", flush=True)
 
 
 def by_rows(all_rows: list[int], runs: str) -> None:
@@ -177,17 +193,238 @@ def planned(all_rows: list[int], runs: str) -> bool:
     return within
 
 
+# --- a stage, by rank -----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of one block: `wall_s`, and `cpu_s` of all threads of this process."""
+
+    def __enter__(self) -> Clock:
+        self._began = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s, self.cpu_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+
+def clocked(call: Callable[[], object], times: int = STAGES) -> tuple[float, float]:
+    """The medians of wall and processor seconds, after two calls that are not counted."""
+    clocks = []
+    for _ in range(times + 2):
+        with Clock() as clock:
+            call()
+        clocks.append(clock)
+    return statistics.median(c.wall_s for c in clocks[2:]), statistics.median(c.cpu_s for c in clocks[2:])
+
+
+def counted(targets: Sequence[tuple[Any, str, str]], call: Callable[[], object], times: int = 10) -> Counter[str]:
+    """How often some functions are called each time, by label, and what is new afterwards. targets: owner, name of the
+    function, label."""
+    calls: Counter[str] = Counter()
+    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in targets]
+
+    def counts(function: Any, label: str) -> Any:
+        bound = function.__func__ if isinstance(function, classmethod) else function
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls[label] += 1
+            return bound(*args, **kwargs)
+
+        return classmethod(counting) if isinstance(function, classmethod) else counting
+
+    gc.collect()
+    objects = len(gc.get_objects())
+    for (owner, name, function), (_, _, label) in zip(before, targets, strict=True):
+        setattr(owner, name, counts(function, label))
+    try:
+        for _ in range(times):
+            call()
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+    gc.collect()
+    found = Counter({label: round(calls[label] / times) for _, _, label in targets})
+    found["objects"] = round((len(gc.get_objects()) - objects) / times)
+    found["connections"] = sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in open_files())
+    return found
+
+
+def open_files() -> list[str]:
+    """The descriptors of this process that are open."""
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+
+
+# what one stage may do once, whatever the number of ranks
+WRITES = ((TelemetryStore, "_write", "telemetry"), (journal_file, "append", "journal"))
+COUNTS = ("telemetry", "journal", "objects", "connections")
+
+
+def stage_of(lab: Any, group: Any, batch: wb.Batch) -> Callable[[], object]:
+    """A stage as a loop calls it, which forgets its batches: hosts are told to release what earlier ones have made."""
+    lab.store.limit_batches, lab.runner.batches.looping = 3, True
+
+    def stage() -> None:
+        assert group.mark(batch).columns["mark"].nbytes
+
+    return stage
+
+
+def real(all_ranks: Sequence[int], runs: str) -> None:
+    """Print the table `real`."""
+    import ray
+
+    names = ("cpu_ms", "ray_cpu_ms", "wall_ms", "ray_wall_ms", "ray.wait", "ray.get", "surroundings", *COUNTS)
+    print(f"real      {'ranks':>6} " + " ".join(f"{name:>12}" for name in names) + "   (ms: a rank)")
+    for ranks in all_ranks:
+        with opened(ranks, runs) as lab:
+            backend: Any = lab.hosts.backend
+            actors, driver = backend._actors.values(), lab.ownership.controller
+
+            def bare(actors: Any = actors, driver: str = driver) -> None:
+                ray.get([actor.compute.remote(driver, "status") for actor in actors])
+
+            stage = stage_of(lab, lab.actor, stored(lab, 4 * ranks))
+            times = [clocked(one) for one in (stage, bare, stage, bare)]
+            (wall, cpu), (ray_wall, ray_cpu) = (min(times[n], times[n + 2], key=lambda t: t[1]) for n in (0, 1))
+            calls = counted(
+                [(ray, "wait", "ray.wait"), (ray, "get", "ray.get"), (Surroundings, "here", "surroundings"), *WRITES],
+                stage,
+            )
+        figures = [f"{1e3 * s / ranks:12.3f}" for s in (cpu, ray_cpu, wall, ray_wall)]
+        print(f"          {ranks:6d} " + " ".join([*figures, *(f"{calls[n]:12d}" for n in names[4:])]), flush=True)
+
+
+class Answered(Pending):
+    """An answer that is there."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Simulated(InlineBackend):
+    """Hosts that answer at once what hosts of `mark` answer. spent_s: what that took. asked: other calls."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder, self.asked, self.spent_s = Recorder(), 0, 0.0
+
+    def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
+        for rank, call in enumerate(calls):
+            began = time.thread_time()
+            reply = self.reply(call, rank)
+            self.spent_s += time.thread_time() - began
+            call.parts()  # as they are sent
+            yield Answered(reply)
+
+    def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
+        self.asked += 1
+        return Answered(None)
+
+    def reply(self, call: Call, rank: int) -> Reply:
+        """With a span of each kind that a stage leaves, and what it pulled."""
+        now, rows = time.time(), 0 if call.rows is None else len(call.rows)
+        with self.recorder.bind(stage=call.stage, run=call.run, role=call.role, pool="main", rank=rank, device="cpu"):
+            for kind in ("queue", "transfer", "compute"):
+                self.recorder.add(kind, now, now)
+            for names, pulls in call.pulls:
+                for pull in pulls:
+                    self.recorder.add_transfer(
+                        pull.shard.host, "", now, now, bytes=8 * rows, batch=call.batch, columns=",".join(names)
+                    )
+        spans, transfers, syncs = self.recorder.drain()
+        return Reply(
+            rank=rank, columns={"mark": ColumnSummary(dtype="float32", row_shape=(), nbytes=4 * rows)}, metrics={},
+            meta={}, value=None, spans=spans, transfers=transfers, syncs=syncs,
+        )  # fmt: skip
+
+
+@contextmanager
+def simulated_lab(ranks: int, runs: str) -> Iterator[Workbench]:
+    """A workbench of hosts that answer at once, with a journal."""
+    description = describe({"actor": worker_class()}, wb.Placement.of({"main": (ranks, ["actor"])}))
+    lab = Workbench(description, Path(runs) / f"simulated-{ranks}")
+    lab.hosts.backend = Simulated()
+    record = registry.Record(
+        id=description.id, name=lab.name, digests=description.digests, run_folder=runs, address=None, hosts={}
+    )
+    registry.write(record, description)
+    try:
+        lab.ownership.take()
+        journal = SessionJournal(lab.runner, lab.position, lab.checkpoints, lab.prompts)
+        journal.rewrite()
+        lab.ownership.journal = journal
+        yield lab
+    finally:
+        registry.forget(description.id)
+
+
+def stage_on_all(lab: Workbench) -> Callable[[], object]:
+    """A stage on rows that lie on all hosts of the actor."""
+    ranks = len(lab.actor.hosts)
+    rows = np.arange(4 * ranks)
+    shards = [ShardId(host, "rows") for host in lab.actor.hosts]
+    location = Location.of_parts(list(zip(shards, np.array_split(rows, ranks), strict=True)))
+    column = Column(dtype="int64", row_shape=(), nbytes=8 * len(rows), owner="", location=location)
+    batch = wb.Batch("rows", {"uid": column}, source=lab.runner.batches, counts=lab.runner.batches.shard_counts)
+    return stage_of(lab, lab.actor, batch)
+
+
+def simulated(runs: str, *, profile: bool) -> bool:
+    """Print the table `simulated`; whether each rank stayed below the limit."""
+    print(f"simulated {'ranks':>6} {'us_a_rank':>12} " + " ".join(f"{name:>12}" for name in (*COUNTS, "asked")))
+    within = True
+    for ranks in SIMULATED_RANKS:
+        with simulated_lab(ranks, runs) as lab:
+            stage, backend = stage_on_all(lab), cast("Simulated", lab.hosts.backend)
+
+            def own_s(stage: Callable[[], object] = stage, backend: Simulated = backend) -> float:
+                spent = backend.spent_s
+                with Clock() as clock:
+                    stage()
+                return clock.cpu_s - (backend.spent_s - spent)
+
+            seconds = median_s(own_s, STAGES)
+            within &= seconds < STAGE_LIMIT_S * ranks + FIXED_LIMIT_S
+            asked, calls = backend.asked, counted(WRITES, stage)
+            calls["asked"] = round((backend.asked - asked) / 10)
+            columns = " ".join(f"{calls[name]:12d}" for name in (*COUNTS, "asked"))
+            print(f"          {ranks:6d} {1e6 * seconds / ranks:12.1f} {columns}", flush=True)
+            if profile and ranks == max(SIMULATED_RANKS):
+                with cProfile.Profile(time.thread_time) as profiled:
+                    for _ in range(STAGES):
+                        stage()
+                pstats.Stats(profiled).sort_stats("tottime").print_stats(30)
+    return within
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--only", nargs="*", default=["simulated", "real", "planned", "moved"])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--rows", type=int, nargs="*", default=[10**n for n in range(2, 7)])
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    within = True
     with tempfile.TemporaryDirectory() as runs:
-        within = planned(options.rows, runs)
-        by_ranks(options.ranks, runs)
-        by_rows(options.rows, runs)
+        os.environ.setdefault("WORKBENCH_HOME", runs)
+        if "simulated" in options.only:
+            within &= simulated(runs, profile=options.profile)
+        if "real" in options.only:
+            real(options.ranks, runs)
+        if "planned" in options.only:
+            within &= planned(options.rows, runs)
+        if "moved" in options.only:
+            by_rows(options.rows, runs)
     if not within:
-        print(f"planning took more than {1e3 * LIMIT_S:.0f} ms a rank and {1e6 * ROW_LIMIT_S:.0f} us a row")
+        print("a limit was exceeded: see the docstring")
     return 0 if within else 1
 
 

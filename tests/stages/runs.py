@@ -14,8 +14,10 @@ def runner_of(backend: Any = None) -> Any:
     """Of runs that no journal notes, and of which nothing is kept."""
     nothing = lambda *_: None  # noqa: E731
     hosts: Any = types.SimpleNamespace(backend=backend)
+    batches = types.SimpleNamespace(release_unused=lambda called: {})
     return types.SimpleNamespace(
-        hosts=hosts, scheduler=Scheduler(hosts), record_replies=nothing, failures=types.SimpleNamespace(note=nothing),
+        hosts=hosts, batches=batches, scheduler=Scheduler(hosts), record_replies=nothing,
+        failures=types.SimpleNamespace(note=nothing),
         interrupted=types.SimpleNamespace(clean_up=nothing, not_received=nothing, received=nothing, over=nothing),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -37,8 +38,11 @@ class Answer(Pending):
 class OneFails:
     """Rank 0 fails at once, rank 1 computes for ever and says nothing."""
 
-    def execute(self, host: str, call: Any, progress: Any) -> Answer:
-        return Answer(FAILED if host == "a-0" else None)
+    def execute(self, hosts: Sequence[str], calls: Any, progress: Any) -> Iterator[Answer]:
+        return (Answer(FAILED if host == "a-0" else None) for host in hosts)
+
+    def wait(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
+        return [answer for answer in pending if answer.done()]
 
     def ask(self, host: str, method: str) -> Answer:
         return Answer(None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from workbench.messages.calls import Call, HostInfo
+
+Progress = Callable[[int, int, int], None]
 
 
 class Pending(ABC):
@@ -54,8 +56,8 @@ class Backend(ABC):
         """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
 
     @abstractmethod
-    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        """One rank's part of a stage; calls to one host run one at a time, in order.
+    def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
+        """A call for each of some hosts, sent when its answer is taken; calls to one host run one at a time, in order.
 
         progress(done, total, tokens) is for backends whose calls are finished when this returns; of the others, ask
         `status` meanwhile.
@@ -70,8 +72,8 @@ class Backend(ABC):
         """Set-up work, in order with stages (join, build)."""
 
     @abstractmethod
-    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
-        """Whether `count` of these (None: all) are done within the time."""
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> list[Pending]:
+        """Those of these that are done, as soon as `count` of them (None: all) are, or the time is over."""
 
     def machines(self, infos: Sequence[HostInfo]) -> list[str]:
         """The machine on which each of these hosts would be started; empty where that cannot be told. Raises `BadInput`

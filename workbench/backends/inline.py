@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.backends.base import Backend, Pending
+from workbench.backends.base import Backend, Pending, Progress
 from workbench.errors import BadInput, NotFound
 from workbench.errors.containing import contained, passes
 from workbench.messages.calls import Call, HostInfo
@@ -151,17 +151,18 @@ class InlineBackend(Backend):
         """A host's view of its peers."""
         return getattr(self._hosts[host], method)(*args)
 
-    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        self._hosts[host].on_progress = progress
-        return Finished(lambda: self._hosts[host].execute(call))
+    def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
+        for host, call in zip(hosts, calls, strict=True):
+            self._hosts[host].on_progress = progress
+            yield self.work(host, "execute", call)
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return Finished(lambda: getattr(self._hosts[host], method)(*args, **kwargs))
 
     work = ask
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
-        return True
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> list[Pending]:
+        return list(pending)
 
     def close(self) -> None:
         try:

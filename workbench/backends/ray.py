@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
@@ -16,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from workbench.backends.base import Backend, Pending, nodes_of_pools
+from workbench.backends.base import Backend, Pending, Progress, nodes_of_pools
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
 from workbench.backends.environments import need_same
 from workbench.backends.holders import when_free
@@ -52,15 +53,15 @@ CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over s
 class RayPending(Pending):
     def __init__(self, ray: Any, ref: Any, host: str, head: str | None = None) -> None:
         self._ray, self.ref, self._host, self._head = ray, ref, host, head
-        self._value, self._got = None, False
+        self.ready = False  # whether it is known to be done
+        self.answer: tuple[Any, ...] = ()  # once it was fetched
 
     def done(self) -> bool:
-        return self._got or bool(self._ray.wait([self.ref], timeout=0)[0])
+        return self.ready or bool(self.answer) or bool(self._ray.wait([self.ref], timeout=0)[0])
 
     def result(self) -> Any:
-        if not self._got:
-            self._value, self._got = self._get(), True
-        return self._value
+        self.answer = self.answer or (self._get(),)
+        return self.answer[0]
 
     def _get(self) -> Any:
         try:
@@ -164,11 +165,12 @@ def _actor_class(ray: Any) -> Any:
             with containing():
                 return getattr(self._host, method)(*args, **kwargs)
 
-        def execute(self, driver: str, call: Call, changes: Mapping[str, Any]) -> Any:
+        def execute(self, driver: str, common: bytes, own: bytes, changes: Mapping[str, Any]) -> Any:
             self._check(driver, "execute")
             if changes:
                 take_over(changes)
-            return self.compute(driver, "execute", call)
+            with containing():
+                return self._host.execute(Call.of_parts(pickle.loads(common), own))
 
         @ray.method(concurrency_group="data")
         def data(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +189,19 @@ def _actor_class(ray: Any) -> Any:
                 )  # fmt: skip
 
     return ray.remote(concurrency_groups={"data": 4, "control": 2})(HostActor)
+
+
+@contextlib.contextmanager
+def _sending(host: str) -> Iterator[None]:
+    """Around the pickling of arguments. Raises `BadInput` for one that cannot be sent."""
+    try:
+        yield
+    except TypeError as error:  # Ray's names the whole argument, over pages
+        raise BadInput(
+            f"an argument cannot be sent to host {host}: {error.__cause__ or error}",
+            "Ray sends a function with what it reads, also one with own_process=False",
+            "make locks, clients and models inside it, when it is first called, or use backend='inline'",
+        ) from None
 
 
 def _actor_name(lab: str, host: str) -> str:
@@ -302,7 +317,7 @@ class RayBackend(Backend):
             self._start_pool(pool, nodes[first : first + len(pool)], asked_s)
             first += len(pool)
         asked = {info.name: self._pending(info.name, self._actors[info.name].process.remote()) for info in infos}
-        while not self.wait(list(asked.values()), POLL_S):
+        while len(self.wait(list(asked.values()), POLL_S)) < len(asked):
             _need_head(self._head)
             self._note("starting hosts")
         self.processes |= {name: pending.result()[0] for name, pending in asked.items()}
@@ -469,14 +484,8 @@ class RayBackend(Backend):
 
     def _send(self, host: str, call: Any, *args: Any, **kwargs: Any) -> RayPending:
         """Make a call of a host. Raises `BadInput` for arguments that cannot be sent."""
-        try:
+        with _sending(host):
             return self._pending(host, call.remote(self._driver, *args, **kwargs))
-        except TypeError as error:  # Ray's names the whole argument, over pages
-            raise BadInput(
-                f"an argument cannot be sent to host {host}: {error.__cause__ or error}",
-                "Ray sends a function with what it reads, also one with own_process=False",
-                "make locks, clients and models inside it, when it is first called, or use backend='inline'",
-            ) from None
 
     def drive(self) -> None:
         """Have the hosts do what this kernel says, and no other's."""
@@ -484,14 +493,20 @@ class RayBackend(Backend):
         for pending in asked:
             pending.result()
 
-    def execute(self, host: str, call: Call, progress: Callable[[int, int, int], None]) -> Pending:
-        actor, changes = self._actor(host), dict[str, Any]()
-        if self.processes[host].machine == socket.gethostname():
-            now = Surroundings.here()
-            changes, self._known[host] = now.since(self._known.get(host, self._before)), now
-            variables = changes.get("variables", {})
-            changes |= {"variables": {name: variables[name] for name in variables if not name.startswith(OF_HOSTS)}}
-        return self._send(host, actor.execute, call, changes)
+    def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
+        machine, now, pickled = socket.gethostname(), Surroundings.here(), dict[tuple[int, ...], bytes]()
+        for host, call in zip(hosts, calls, strict=True):
+            actor, changes = self._actor(host), dict[str, Any]()
+            if self.processes[host].machine == machine and (known := self._known.get(host, self._before)) != now:
+                changes, self._known[host] = now.since(known), now
+                variables = changes.get("variables", {})
+                changes |= {"variables": {name: variables[name] for name in variables if not name.startswith(OF_HOSTS)}}
+            common, own = call.parts()
+            arguments = tuple(map(id, common.values()))
+            if arguments not in pickled:  # most ranks have the same
+                with _sending(host):
+                    pickled[arguments] = self._ray.cloudpickle.dumps(common)
+            yield self._send(host, actor.execute, pickled[arguments], own, changes)
 
     def ask(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._send(host, self._actor(host).control, method, *args, **kwargs)
@@ -499,10 +514,19 @@ class RayBackend(Backend):
     def work(self, host: str, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._send(host, self._actor(host).compute, method, *args, **kwargs)
 
-    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> bool:
-        refs = [p.ref for p in pending if isinstance(p, RayPending)]
-        wanted = len(refs) if count is None else count
-        return len(self._ray.wait(refs, num_returns=wanted, timeout=timeout_s)[0]) >= wanted
+    def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> list[Pending]:
+        asked = [one for one in pending if isinstance(one, RayPending)]
+        if left := {one.ref: one for one in asked if not one.ready}:
+            wanted = len(left) if count is None else count - len(asked) + len(left)
+            if timeout_s and wanted > 0:
+                self._ray.wait([*left], num_returns=wanted, timeout=timeout_s)
+            ready = self._ray.wait([*left], num_returns=len(left), timeout=0)[0]
+            for ref in ready:
+                left[ref].ready = True
+            with contextlib.suppress(Exception):  # of one host: its `result` raises it
+                for ref, value in zip(ready, self._ray.get(ready), strict=True):
+                    left[ref].answer = (value,)
+        return [one for one in asked if one.ready]
 
     def close(self) -> None:
         end_hosts(self._lab, self.cluster, self._actors, self.processes.values())

@@ -118,7 +118,7 @@ def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:
     a note; the message names the role, the pool and the ranks.
     """
     failed_s: float | None = None
-    while not backend.wait([step.pending for step in steps], POLL_S):
+    while len(backend.wait([step.pending for step in steps], POLL_S)) < len(steps):
         note(_doing(backend, steps) or steps[0].what)
         if failed_s is None and any(_failure(step) for step in steps):
             failed_s = time.monotonic()

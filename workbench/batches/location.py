@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -138,9 +139,11 @@ class Location:
         shard, position = self.shard[rows], self.position[rows]
         narrow = np.uint16 if len(self.shards) <= 2**16 else np.int32  # of 16 bits numpy sorts in linear time
         order = np.argsort(shard.astype(narrow), kind="stable")
-        cuts = np.flatnonzero(np.diff(shard[order])) + 1
+        ordered = shard[order]
+        cuts = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
         pulls = []
-        for group in np.split(order, cuts):
+        for start, end in pairwise((0, *cuts.tolist(), len(order))):
+            group = order[start:end]
             if len(group):
                 number = shard[group[0]]
                 name = self.names[number] if self.names else ""
@@ -154,11 +157,13 @@ class Location:
 class PackedRows(NamedTuple):
     """Run i is `counts[i]` consecutive numbers from `starts[i]`; without `counts`, `starts` are the numbers."""
 
-    starts: np.ndarray
+    starts: np.ndarray | range
     counts: np.ndarray | None
 
     def unpack(self) -> np.ndarray:
         """The row numbers [rows], int64."""
+        if isinstance(self.starts, range):
+            return np.arange(self.starts.start, self.starts.stop)
         starts = self.starts.astype(np.int64)
         if self.counts is None:
             return starts
@@ -169,9 +174,12 @@ class PackedRows(NamedTuple):
 
 def pack(rows: np.ndarray) -> PackedRows:
     """Row numbers [rows], not negative, in few bytes; linear in rows."""
-    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    if 2 * len(first) < len(rows):
-        return PackedRows(_narrow(rows[first]), _narrow(np.diff(first, append=len(rows))))
+    (ends,) = (rows[1:] != rows[:-1] + 1).nonzero()
+    if len(rows) and not len(ends):
+        return PackedRows(range(rows[0].item(), rows[0].item() + len(rows)), None)
+    if 2 * len(ends) + 2 < len(rows):
+        bounds = np.concatenate(([0], ends + 1, [len(rows)]))
+        return PackedRows(_narrow(rows[bounds[:-1]]), _narrow(bounds[1:] - bounds[:-1]))
     return PackedRows(_narrow(rows), None)
 
 

@@ -233,9 +233,9 @@ class Call:
     """One rank's part of a stage.
 
     kept: the shard that its output becomes, of this host or of another; None: it is dropped, as that of ranks which are
-    no part of the result. updates, resume_from: whether it updates the role, and where an interrupted update goes on.
-    training: how an update trains the role. all_valid: whether rows that are not valid are refused. pulls: for each set
-    of columns, which rows to pull from which shard.
+    no part of the result. released: keys of shards to be forgotten before. updates, resume_from: whether it updates the
+    role, and where an interrupted update goes on. training: how an update trains the role. all_valid: whether rows that
+    are not valid are refused. pulls: for each set of columns, which rows to pull from which shard.
 
     Pickled, it takes few bytes a row at most, so that the controller's messages stay small however many rows there are.
     """
@@ -258,6 +258,20 @@ class Call:
     resume_from: UpdatePart | None = None
     training: Training | None = None
     all_valid: bool = False
+    released: Sequence[str] = ()
+
+    def parts(self) -> tuple[dict[str, Any], bytes]:
+        """What other ranks are sent too, and what is this rank's own, pickled: no code of the user's is in it."""
+        common = self.__getstate__()
+        own = ("kept", "pulls", "rows", "minibatch_sizes", "sample", "resume_from", "released")
+        return common, pickle.dumps({name: common.pop(name) for name in own})
+
+    @classmethod
+    def of_parts(cls, common: Mapping[str, Any], own: bytes) -> Call:
+        """The call that `parts` took apart."""
+        call = cls.__new__(cls)
+        call.__setstate__({**common, **pickle.loads(own)})
+        return call
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(

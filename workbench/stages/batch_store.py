@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,16 +145,18 @@ class BatchStore:
             raise BadInput(f"token id {wrong[0]}", rule, "give ids of this workbench's tokenizer")
         return str(self.tokenizer.decode(ids))
 
-    def release_unused(self) -> None:
-        """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none."""
+    def release_unused(self, called: Collection[str] = ()) -> dict[str, list[str]]:
+        """Tell the hosts which shards no batch refers to any more. A handle that only looks holds none. called: hosts
+        that are about to be called: the calls tell them what is returned, by host."""
         if not self._ownership.drives:
-            return
+            return {}
         due: dict[str, list[str]] = {}
         for shard in (shard.now(self._hosts.shard_successors) for shard in self.shard_counts.take_due()):
             due.setdefault(shard.host, []).append(shard.key)
         there = {info.name for info in self._hosts.infos}  # others are gone, and what they kept with them
-        for host in there & due.keys():
+        for host in (there & due.keys()).difference(called):
             self._hosts.backend.ask(host, "release", due[host])
+        return {host: due[host] for host in called if host in due}
 
 
 # what stages read of the meta; the rest is the user's own

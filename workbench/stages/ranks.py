@@ -25,13 +25,15 @@ STUCK = "other ranks wait in a collective for a rank that failed: lab.recover() 
 class RankWatch:
     """The ranks of a run, from `Run.send` on.
 
-    answers: theirs, by rank. working: the ranks that have not answered. unit: what they count, micro-batches or rows.
+    answers: theirs, by rank. working: the ranks that have not answered. failed: those that have, with an error. unit:
+    what they count, micro-batches or rows.
     """
 
     def __init__(self, hosts: Sequence[str], unit: str) -> None:
         self._hosts, self.unit = hosts, unit
         self.answers: list[Pending] = []
         self.working: list[int] = []
+        self.failed: list[int] = []
         self.counts = Counts()
         self._quiet_since = 0.0  # monotonic
         self._seen: dict[str, tuple[str, int, int, int]] = {}
@@ -53,10 +55,6 @@ class RankWatch:
         return [self.answers[rank] for rank in self.working]
 
     @property
-    def failed(self) -> list[int]:
-        return [rank for rank, pending in enumerate(self.answers) if _failed(pending)]
-
-    @property
     def progressed(self) -> tuple[int, int, int]:
         """What the first rank has done, of how much, and its tokens; zeros: nothing is known."""
         status = next(iter(self._seen.values()), None)
@@ -67,9 +65,12 @@ class RankWatch:
         """What the first rank has done, and of how much; (0, 0) where it is not counted."""
         return self.progressed[:2] if self._seen else self.counts.seen
 
-    def look(self) -> bool:
+    def look(self, backend: Backend) -> bool:
         """Whether some are still at work."""
-        self.working = [rank for rank in self.working if not self.answers[rank].done()]
+        done, answers = set(backend.wait(self.outstanding, 0.0)), self.answers
+        failed = [rank for rank in self.working if answers[rank] in done and _failed(answers[rank])]
+        self.failed = sorted(self.failed + failed)
+        self.working = [rank for rank in self.working if answers[rank] not in done]
         return bool(self.working)
 
     def quiet_s(self, backend: Backend, *, ending: bool) -> float:
@@ -115,9 +116,9 @@ class RankWatch:
 
     def collect(self) -> tuple[list[Reply], dict[int, Failure], HostDied | None]:
         """The replies that are there, the failures among them by rank, and the end of a host, if one has ended."""
-        replies, failures, dead = list[Reply](), dict[int, Failure](), None
+        replies, failures, dead, working = list[Reply](), dict[int, Failure](), None, set(self.working)
         for rank, pending in enumerate(self.answers):
-            if not pending.done():
+            if rank in working:
                 continue
             try:
                 reply: Reply = pending.result()
@@ -152,8 +153,6 @@ class Counts:
 
 
 def _failed(pending: Pending) -> bool:
-    if not pending.done():
-        return False
     try:
         return pending.result().failure is not None
     except Exception:  # a host that is gone, an answer that cannot be read

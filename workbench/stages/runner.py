@@ -162,10 +162,9 @@ class StageRunner(StageNames):
 
     def record_replies(self, replies: Sequence[Reply]) -> None:
         """Record spans, transfers and syncs."""
-        for reply in replies:
-            self.telemetry.append_spans(reply.spans)
-            self.telemetry.append_transfers(reply.transfers)
-            self.telemetry.append_syncs(reply.syncs)
+        self.telemetry.append_spans(span for reply in replies for span in reply.spans)
+        self.telemetry.append_transfers(transfer for reply in replies for transfer in reply.transfers)
+        self.telemetry.append_syncs(sync for reply in replies for sync in reply.syncs)
 
     def report(self, stage: str, metrics: Metrics) -> None:
         """Record metrics of a stage that is a function, beside the metrics of the operations."""

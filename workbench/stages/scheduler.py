@@ -81,10 +81,11 @@ class Scheduler:
                 if not self._open:
                     self._thread = None
                     return
-                outstanding = [pending for run in self._open for pending in run.ranks.outstanding]
+                outstanding = [pending for run in self._open if (pending := run.ranks.outstanding)]
             try:
-                if outstanding:
-                    self._hosts.backend.wait(outstanding, POLL_S, count=1)
+                if outstanding:  # with fewer answers than these none of the runs is over
+                    every = [pending for some in outstanding for pending in some]
+                    self._hosts.backend.wait(every, POLL_S, count=min(map(len, outstanding)))
                 else:
                     time.sleep(POLL_S)
             except Exception as error:  # the backend is gone: no run will get an answer

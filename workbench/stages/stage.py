@@ -18,6 +18,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,13 +172,12 @@ class StageRun(Run):
         """One call a rank."""
         runner, operation = self.runner, self.operation
         runner.groups.check_alive(self.group)
-        runner.batches.release_unused()
         aside, inside, _ = self.reported_as.partition("/")
         stage = f"{aside}/{self.stage}" if inside and aside == "evaluate" else self.stage  # spans tell what it costs
         common: dict[str, Any] = {
             "run": self.number, "stage": stage,
             "method": self.stage, "updates": operation.updates, "role": self.group.worker_role, "args": self.args,
-            "kwargs": self.kwargs, "submitted_s": self.submitted_s, "training": self.training,
+            "kwargs": self.kwargs, "submitted_s": self.submitted_s, "training": self.training, "meta": {},
         }  # fmt: skip
         if self.input is not None:
             return self._calls_on_batch(self.input, common)
@@ -201,6 +201,7 @@ class StageRun(Run):
             meta["trained_version"] = runner.counters.weights["actor"].steps
         if operation.generates:
             meta["environments"] = runner.hosts.placement.environments
+        common = {**common, "batch": batch.id, "meta": meta, "all_valid": operation.counts_all_rows}
         columns, _ = batch.copies(self.samples).part(travels)
         dealt, collected = self.group.operations[self.stage].deal_rows(batch.rows * self.samples)
         sample = columns["prompt_uid"].location.occurrences() if operation.samples else None
@@ -209,11 +210,10 @@ class StageRun(Run):
             rows = np.concatenate(chunks)
             calls.append(
                 Call(
-                    **common, batch=batch.id, rows=rows,
+                    **common, rows=rows,
                     kept=self._kept(rank, collected) if operation.protocol.joins and rank in collected else None,
                     pulls=tuple(group_pulls(columns, travels, rows, runner.hosts.shard_successors)),
                     minibatch_sizes=tuple(map(len, chunks)), sample=None if sample is None else sample[rows],
-                    meta=dict(meta), all_valid=operation.counts_all_rows,
                 )
             )  # fmt: skip
         return runner.interrupted.sent(self, calls)
@@ -244,12 +244,14 @@ class StageRun(Run):
             return
         backend, answers = self.runner.hosts.backend, self.ranks.answers
         try:
-            self.calls, self.started_s = self.plan(), time.time()
+            calls, hosts, self.started_s = self.plan(), self.group.hosts, time.time()
+            due = self.runner.batches.release_unused(hosts)  # once nothing can be wrong with the calls
+            self.calls = [replace(c, released=due[h]) if h in due else c for h, c in zip(hosts, calls, strict=True)]
             self.begin_clock()
             if self.timeout_s is not None and not self.updates:  # inline; an update ends between optimizer steps only
                 self.ranks.counts.limit(self._clock_s + self.timeout_s, self.timeout_s)
-            for host, call in zip(self.group.hosts, self.calls, strict=True):
-                answers.append(backend.execute(host, call, self.ranks.counts.count))
+            for answer in backend.execute(hosts, self.calls, self.ranks.counts.count):
+                answers.append(answer)
             self.ranks.begin()
         except BaseException as error:
             # ranks that have their call would wait for those that have not
@@ -265,7 +267,7 @@ class StageRun(Run):
 
     def poll(self) -> None:
         """Look at what has come; ends the run when all is there, or when what is missing will never come."""
-        if not self.ranks.look():
+        if not self.ranks.look(self.runner.hosts.backend):
             self._end()
             return
         ending = bool(self.ranks.failed) or self._stopping
@@ -435,7 +437,7 @@ def group_pulls(
     for name in names:
         location = columns[name].location
         together.setdefault(id(location), (location, []))[1].append(name)
-    return [
-        (tuple(group), tuple(pull._replace(shard=pull.shard.now(shard_successors)) for pull in location.pulls(rows)))
-        for location, group in together.values()
-    ]
+    found = [(tuple(group), tuple(location.pulls(rows))) for location, group in together.values()]
+    if shard_successors:
+        found = [(n, tuple(p._replace(shard=p.shard.now(shard_successors)) for p in pulls)) for n, pulls in found]
+    return found

@@ -10,7 +10,7 @@ asynchronous events ("b", "e").
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from workbench.errors import BadInput
@@ -78,7 +78,7 @@ class Span:
 
     def row(self) -> dict[str, Any]:
         """The span as stored and as a row of the spans frame: units in the names."""
-        return _with_units(asdict(self), {"bytes": "moved_bytes", "tokens": "processed_tokens"})
+        return _with_units({**vars(self)}, {"bytes": "moved_bytes", "tokens": "processed_tokens"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +107,11 @@ class Transfer:
 
     def row(self) -> dict[str, Any]:
         """The transfer as stored and as a row of the transfers frame: units in the names."""
-        return _with_units(asdict(self), {"bytes": "moved_bytes"})
+        return _with_units({**vars(self)}, {"bytes": "moved_bytes"})
 
 
 def _with_units(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in row.items()}
+    return row | {new: row.pop(old) for old, new in names.items()}
 
 
 def check_kind(name: str, value: str, kinds: Sequence[str]) -> None:

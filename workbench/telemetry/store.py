@@ -109,6 +109,7 @@ MEMORY_COLUMNS = {
     "held_bytes": "int64",
 }  # fmt: skip
 KEEP_BYTES = 32 * 2**20  # of rows that cannot be written
+LINE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 EVENT_COLUMNS = {"time_s": "float64", "event": "str", "details": "object"}
 
 
@@ -281,7 +282,10 @@ class TelemetryStore:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
-        text = "".join(json.dumps(_strict(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
+        try:
+            text = "".join(LINE(row) + "\n" for row in rows)
+        except (TypeError, ValueError):
+            text = "".join(LINE(_strict(row)) + "\n" for row in rows)
         with self._lock:
             self._write(name, text.encode())
 

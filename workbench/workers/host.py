@@ -153,6 +153,7 @@ class Host(Shards):
         recorder = self.recorder
         recorder.drain()
         loaded.note()
+        self.release(call.released)
         self._progress, self._busy = (0, 0, 0), call.stage
         output, columns, metrics, failure, stopped = Output(), {}, Metrics(), None, None
         self._stopping.begin(call.run, call.resume_from, updates=call.updates)
