@@ -283,7 +283,7 @@ class FaultsOfMachines(Faults):
         try:
             return self._survived(machine, name, after_s)
         finally:
-            self._repair(machine)
+            self._repair(machine, name)
 
     def _survived(self, machine: machines.Machine, name: str, after_s: float) -> str:
         driver = self._driver
@@ -327,14 +327,13 @@ class FaultsOfMachines(Faults):
         else:
             cluster.shape(machine, **({"rate": 5e6, "delay_s": 0.05} if fault == "slow cable" else {"loss": 0.05}))
 
-    def _repair(self, machine: machines.Machine) -> None:
-        """The machine as it was at first, in the cluster again."""
+    def _repair(self, machine: machines.Machine, fault: str) -> None:
+        """The machine as it was at first, in the cluster again: a Ray node that has been given up ends."""
         self._cluster.shape(machine, cut=False, rate=0.0, delay_s=0.0, loss=0.0)
-        if machine.pid and self._cluster.alive(machine):
-            return
-        self._cluster.kill(machine)
-        self._cluster.start(machine)
-        self._cluster.save()
+        if fault in BREAKING:
+            self._cluster.kill(machine)
+            self._cluster.start(machine)
+            self._cluster.save()
 
 
 def drawn(trials: int, pools: bool, apart: bool) -> Iterator[tuple[str, str, float]]:

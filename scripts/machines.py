@@ -181,10 +181,6 @@ class Cluster:
         self.save()
         os.kill(self.switch[0], signal.SIGHUP)
 
-    def alive(self, machine: Machine) -> bool:
-        """Whether its Ray node runs: one that has been cut off for long ends when it is back."""
-        return psutil.pid_exists(machine.pid) and psutil.Process(machine.pid).status() != psutil.STATUS_ZOMBIE
-
     def signal(self, machine: Machine, which: signal.Signals) -> None:
         """Send a signal to all processes of a machine."""
         for process in psutil.Process(machine.pid).children(recursive=True):
