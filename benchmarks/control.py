@@ -407,7 +407,8 @@ def simulated(runs: str, *, profile: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=["simulated", "real", "planned", "moved"])
+    tables = ["simulated", "real", "planned", "moved"]
+    parser.add_argument("--only", nargs="*", choices=tables, default=tables)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--rows", type=int, nargs="*", default=[10**n for n in range(2, 7)])
     parser.add_argument("--profile", action="store_true")

@@ -257,8 +257,7 @@ BREAKING = ("power", "network")
 
 
 class FaultsOfMachines(Faults):
-    """One workbench on two of three machines. Rows have, beside the trial's, until when the death was said and how long
-    the recovery took."""
+    """One workbench on two of three machines. Outcomes say when the death was said, and how long recovery took."""
 
     def __init__(self, folder: Path, cluster: machines.Cluster) -> None:
         super().__init__(folder)
@@ -279,13 +278,12 @@ class FaultsOfMachines(Faults):
         hit = self._driver.run(
             f"out = next(p.machine for n, p in lab.hosts.backend.processes.items() if n.startswith({pool!r}))"
         )
-        machine = self._cluster.machines[hit]
         try:
-            return self._survived(machine, name, after_s)
+            return self._survived(hit, name, after_s)
         finally:
-            self._repair(machine, name)
+            self._repair(hit, name)
 
-    def _survived(self, machine: machines.Machine, name: str, after_s: float) -> str:
+    def _survived(self, machine: str, name: str, after_s: float) -> str:
         driver = self._driver
         driver.begin(REST.format(2))
         time.sleep(after_s)
@@ -310,7 +308,7 @@ class FaultsOfMachines(Faults):
             f", recovered in {recovery_s:.1f} s" if recovery_s else ""
         )
 
-    def _hit(self, machine: machines.Machine, fault: str) -> None:
+    def _hit(self, machine: str, fault: str) -> None:
         cluster = self._cluster
         if fault == "power":
             cluster.kill(machine)
@@ -327,13 +325,11 @@ class FaultsOfMachines(Faults):
         else:
             cluster.shape(machine, **({"rate": 5e6, "delay_s": 0.05} if fault == "slow cable" else {"loss": 0.05}))
 
-    def _repair(self, machine: machines.Machine, fault: str) -> None:
+    def _repair(self, machine: str, fault: str) -> None:
         """The machine as it was at first, in the cluster again: a Ray node that has been given up ends."""
         self._cluster.shape(machine, cut=False, rate=0.0, delay_s=0.0, loss=0.0)
         if fault in BREAKING:
-            self._cluster.kill(machine)
-            self._cluster.start(machine)
-            self._cluster.save()
+            self._cluster.start_again(machine)
 
 
 def drawn(trials: int, pools: bool, apart: bool) -> Iterator[tuple[str, str, float]]:

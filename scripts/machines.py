@@ -14,7 +14,7 @@ processes, shared memory and Ray node.
 Needs Linux and root: `ip netns`, `unshare` and /dev/net/tun. The head, without slots, and the notebook are on this
 machine itself. Every machine has one cable, a TUN device, and all cables end in one process that carries packets from
 one to the other: it does what `tc` does with netem (rate, delay, loss), also where the kernel has no netem. Each
-machine sees the files of this one, but has Ray's folder and its `runs` folder for itself. All share this machine's
+machine sees the files of this one, but has Ray's folder, and /tmp/wbm1/runs, for itself. All share this machine's
 cores.
 """
 
@@ -141,8 +141,15 @@ class Cluster:
                    "--fork", "--kill-child", "sh", "-ec", "\n".join(inside)]  # fmt: skip
         machine.pid, machine.created = self.spawn(command, own / "log", "Ray runtime started")
 
-    def kill(self, machine: Machine) -> None:
+    def start_again(self, name: str) -> None:
+        """Bring a machine back."""
+        self.kill(name)  # its Ray node may have ended, and left the rest
+        self.start(self.machines[name])
+        self.save()
+
+    def kill(self, name: str) -> None:
         """End all processes of a machine at once."""
+        machine = self._now(name)
         _end(machine.pid, machine.created)  # --kill-child ends the first process of its namespace, and that all others
         machine.pid, machine.created = 0, 0.0
         self.save()
@@ -155,15 +162,25 @@ class Cluster:
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=variables
             )
         _started.append(process)
-        deadline = time.monotonic() + START_S
-        while ready not in log.read_text(errors="replace"):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(command)[:160]} did not start, see {log}:\n{log.read_text()[-800:]}")
-            time.sleep(0.05)
-        return process.pid, psutil.Process(process.pid).create_time()
+        created, deadline = psutil.Process(process.pid).create_time(), time.monotonic() + START_S
+        try:
+            while ready not in log.read_text(errors="replace"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{' '.join(command)[:160]} did not start, see {log}:\n{log.read_text()[-800:]}")
+                time.sleep(0.05)
+        except BaseException:  # an interrupt too: nobody would know of it
+            _end(process.pid, created)
+            raise
+        return process.pid, created
+
+    def _now(self, name: str) -> Machine:
+        """A machine as it is now: a command may have changed it."""
+        self.machines = Cluster.load(self.folder).machines
+        return self.machines[name]
 
     def down(self) -> None:
         """End everything, and remove it."""
+        self.machines = Cluster.load(self.folder).machines
         for machine in self.machines.values():
             _end(machine.pid, machine.created)
         _end(*self.head)
@@ -174,16 +191,17 @@ class Cluster:
 
     # ------------------------------------------------------------------ what is done to it
 
-    def shape(self, machine: Machine, **changes: float) -> None:
+    def shape(self, name: str, **changes: float) -> None:
         """Change the cable of a machine: see `Link`."""
-        for name, value in changes.items():
-            setattr(machine.link, name, value)
+        link = self._now(name).link
+        for what, value in changes.items():
+            setattr(link, what, value)
         self.save()
-        os.kill(self.switch[0], signal.SIGHUP)
+        psutil.Process(self.switch[0]).send_signal(signal.SIGHUP)
 
-    def signal(self, machine: Machine, which: signal.Signals) -> None:
+    def signal(self, name: str, which: signal.Signals) -> None:
         """Send a signal to all processes of a machine."""
-        for process in psutil.Process(machine.pid).children(recursive=True):
+        for process in psutil.Process(self._now(name).pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(which)
 
@@ -219,6 +237,7 @@ def up(count: int, *, cores: int = 2, racks: Sequence[str] = (), gpus: int = 0) 
             subprocess.run(["ip", "netns", "add", cluster.namespace(machine)], check=True)
         switch = [sys.executable, __file__, "switch", str(cluster.folder)]
         cluster.switch = cluster.spawn(switch, cluster.folder / "switch.log", "ready")
+        cluster.save()
         head = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=0"),
             *(f"--node-ip-address={cluster.ip(1)}", f"--port={7000 + number}", f"--temp-dir={cluster.folder}/ray"),
@@ -406,9 +425,9 @@ def main() -> None:
         made = up(given.count, cores=given.cores, racks=given.racks)
         exports = "\n".join(f"  export {name}={value}" for name, value in made.variables.items())
         print(f"{given.count} machines with {given.cores} slots each. Before the notebook is started:\n{exports}\n"
-              f'and in it:\n  wb.open(..., address="{made.address}", runs="{made.folder}/runs")')  # fmt: skip
+              f'and in it:\n  wb.open(..., address="{made.address}", device="cpu")')  # fmt: skip
         return None
-    folders = sorted(Path(FOLDER).parent.glob(f"{Path(FOLDER).name}[0-9]*/state.json"), key=os.path.getmtime)
+    folders = sorted(Path(FOLDER).parent.glob(f"{Path(FOLDER).name}[0-9]*/token"), key=os.path.getmtime)  # made once
     wanted = [file.parent for file in folders if given.number in (None, int(file.parent.name[3:]))]
     if not wanted:
         parser.error("no such cluster runs: start one with `up 3`")
@@ -421,18 +440,16 @@ def main() -> None:
         return None
     if given.machine not in found.machines:
         parser.error(f"machine {given.machine!r} is none of {', '.join(found.machines)}")
-    machine = found.machines[given.machine]
     if given.command == "link":
-        found.shape(machine, rate=given.rate, delay_s=given.delay_s, loss=given.loss)
+        found.shape(given.machine, rate=given.rate, delay_s=given.delay_s, loss=given.loss)
     elif given.command in ("cut", "join"):
-        found.shape(machine, cut=given.command == "cut")
+        found.shape(given.machine, cut=given.command == "cut")
     elif given.command in ("freeze", "thaw"):
-        found.signal(machine, signal.SIGSTOP if given.command == "freeze" else signal.SIGCONT)
+        found.signal(given.machine, signal.SIGSTOP if given.command == "freeze" else signal.SIGCONT)
     elif given.command == "kill":
-        found.kill(machine)
-    elif not machine.pid:
-        found.start(machine)
-        found.save()
+        found.kill(given.machine)
+    else:
+        found.start_again(given.machine)
     return None
 
 

@@ -87,10 +87,10 @@ def on_machines(folder: str) -> dict[str, Any]:
     placement = wb.Placement.of({"policy": (1, ["actor"]), "judges": (1, ["reward"])})
     with tiny_lab("wide", runs, models=models, placement=placement, **join) as lab:
         swapped = wb.Placement.of({"judges": (1, ["actor"]), "policy": (1, ["reward"])})
-        for machine in cluster.machines.values():
+        for machine in cluster.machines:
             cluster.shape(machine, rate=SLOW_BITS_S)
         found["shaped"] = lab.diff(swapped).link_bytes_s  # sends a probe
-        for machine in cluster.machines.values():
+        for machine in cluster.machines:
             cluster.shape(machine, rate=0.0)
         ids = Ragged(torch.full((ROWS * TOKENS,), 9), torch.full((ROWS,), TOKENS))
         batch = lab.put({"prompt_ids": ids, "response_ids": ids, "prompt": ["?"] * ROWS})
@@ -110,7 +110,7 @@ def three() -> Iterator[machines.Cluster]:
 
 def run_there(cluster: machines.Cluster, *arguments: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     own = {**os.environ, **cluster.variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, *arguments], env=own, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *arguments], env=own, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_three_machines_give_the_bits_of_one_process_and_cables_carry_what_is_counted(three: machines.Cluster) -> None:

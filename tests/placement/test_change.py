@@ -239,17 +239,17 @@ def test_how_long_it_takes_and_how_it_shows() -> None:
     assert change(Placement.colocate(2), Placement.split(4)).seconds is None
 
 
-def test_bytes_between_machines_go_over_their_cables() -> None:
+def test_bytes_between_machines_go_over_their_links() -> None:
     found = change(
         Placement.of({"a": (1, FOUR)}), Placement.of({"a": (1, ["actor"]), "b": (1, ["critic"]), "c": (1, FOUR[2:])}),
         bandwidth_bytes_s=1e9, machines=("m1", "m1", "m2"), link_bytes_s=1e8, link_measured="assumed",
     )  # fmt: skip
     inside, between = found.matrix[0, 1], found.matrix[0, 2]
-    assert inside and between and found.between.sum() == found.cable_bytes == between
+    assert inside and between and found.between.sum() == found.link_bytes == between
     assert found.seconds == pytest.approx(inside / 1e9 + between / 1e8)
-    assert "on a cable at 100 MB/s (assumed)" in str(found)
+    assert "over a network link at 100 MB/s (assumed)" in str(found)
     assert dataclasses.replace(found, link_bytes_s=None).seconds is None
     # where it is not known on which machine a process will be, it counts as on the same
     assert not dataclasses.replace(found, machines=("m1", "m1", "")).between.any()
     two = dataclasses.replace(found, machines=("m1", "m2", "m3"))
-    assert two.cable_bytes == inside + between, "what one machine sends to two goes over its own cable"
+    assert two.link_bytes == inside + between, "what one machine sends to two goes over its own link"

@@ -73,7 +73,7 @@ class Backend(ABC):
 
     @abstractmethod
     def wait(self, pending: Sequence[Pending], timeout_s: float, count: int | None = None) -> list[Pending]:
-        """Those of these that are done, as soon as `count` of them (None: all) are, or the time is over."""
+        """The answers that have come, as soon as `count` of them (None: all) are, or the time is over."""
 
     def machines(self, infos: Sequence[HostInfo]) -> list[str]:
         """The machine on which each of these hosts would be started; empty where that cannot be told. Raises `BadInput`
@@ -94,7 +94,10 @@ class Backend(ABC):
 
 
 def nodes_of_pools(
-    pools: Sequence[int], free: Mapping[str, int], groups: Sequence[int] = (), racks: Mapping[str, str] | None = None
+    pools: Sequence[int],
+    free: Mapping[str, int],
+    groups: Sequence[int] | None = None,
+    racks: Mapping[str, str] | None = None,
 ) -> list[list[str]] | None:
     """The machine of each rank, pool by pool; None: there are not devices enough.
 
@@ -107,9 +110,9 @@ def nodes_of_pools(
     for number in sorted(range(len(pools)), key=lambda n: -pools[n]):
         wanted, group = pools[number], groups[number] if groups else 1
         room = {node: count - count % group for node, count in left.items()}
-        by_rack = {
-            racks.get(node, ""): {n: c for n, c in room.items() if racks.get(n) == racks.get(node)} for node in room
-        }
+        by_rack: dict[str, dict[str, int]] = {}
+        for node, count in room.items():
+            by_rack.setdefault(racks.get(node, ""), {})[node] = count
         sets = [*({node: count} for node, count in room.items()), *by_rack.values(), room]
         fitting = [nodes for nodes in sets if sum(nodes.values()) >= wanted]
         if not fitting:

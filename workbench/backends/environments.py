@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import MissingDependency
 from workbench.support.code_version import code_version
 
-SHOWN = 3
+SHOWN, ANSWER_S = 3, 60.0
 DATA = "datasets/"  # only the controller reads them, and a link to them does not travel
 REMEDY = (
     "install the same there, by a lock file or an image; or have Ray ship the code, by ray.init(address, "
@@ -19,6 +19,9 @@ REMEDY = (
 def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, Any]) -> None:
     """Raise `MissingDependency` where a machine has no such package, or other versions of what computes, or other files
     of this package. machines: names of them by the id of their Ray node. runtime_env: of hosts."""
+
+    if not machines:
+        return
 
     def look() -> dict[str, Any]:  # a function of a function travels by value
         from workbench.support.code_version import code_version
@@ -31,14 +34,14 @@ def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, A
     for node, answer in asked.items():
         where = f"machine {machines[node]}"
         try:
-            theirs = ray.get(answer)
+            theirs = ray.get(answer, timeout=ANSWER_S)
         except ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, ImportError):
                 raise
             raise MissingDependency(
                 f"{where}: {error.cause}", "hosts import what this process imports", REMEDY
             ) from None
-        except ray.exceptions.RayError:  # the machine has ended meanwhile, as the start of its hosts will say
+        except ray.exceptions.RayError:  # a machine that ended meanwhile: the start of its hosts will say so
             continue
         if differing := _differing(mine, theirs):
             raise MissingDependency(
@@ -50,9 +53,9 @@ def need_same(ray: Any, machines: Mapping[str, str], runtime_env: Mapping[str, A
 def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     here, there = _builds(mine["versions"]), _builds(theirs["versions"])
     found = [
-        f"{name} {there.get(name, 'is missing')} (here {here.get(name, 'none')})"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
+        f"{name} {there[name]} (here {here[name]})"
+        for name in sorted(here.keys() & there.keys())  # one that is missing is said where it is needed
+        if here[name] != there[name]
     ]
     mine, theirs = ({n: d for n, d in of["files"].items() if not n.startswith(DATA)} for of in (mine, theirs))
     files = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
@@ -63,5 +66,5 @@ def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _builds(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions without what tells builds for CPUs from those for GPUs."""
-    return {name.removesuffix("-cpu"): text.partition("+")[0] for name, text in versions.items()}
+    """Versions of libraries, without what tells builds for CPUs from those for GPUs."""
+    return {n.removesuffix("-cpu"): text.partition("+")[0] for n, text in versions.items() if n != "workbench"}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
@@ -47,6 +48,7 @@ OF_HOSTS = (
 CPU_SHARE = 0.001
 GROUPS = "/devices/"  # in the names of placement groups of workbenches
 NODE_LABEL, RACK_LABEL = "ray.io/node-id", "rack"
+SILENT_AT_ONCE = 64
 CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over several
 
 
@@ -310,7 +312,7 @@ class RayBackend(Backend):
     def start(self, infos: Sequence[HostInfo]) -> None:
         asked_s = time.time()
         self.check(infos)
-        nodes, first = when_free(self._wait_s, self._note, lambda: self._nodes(infos)), 0
+        nodes, first = when_free(max(self._wait_s, GRANT_S), self._note, lambda: self._nodes(infos)), 0
         self._need_same_code(infos, nodes)
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
@@ -354,26 +356,28 @@ class RayBackend(Backend):
 
     def _need_same_code(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
         """Raise `MissingDependency` where a machine to which hosts go has other code; none is named: to any."""
-        here = self._ray.get_runtime_context().get_node_id()
-        others = {
-            node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()
-            if node["Alive"] and node["NodeID"] != here and (node["NodeID"] in nodes or not nodes)
-        }  # fmt: skip
+        here, there = self._ray.get_runtime_context().get_node_id(), self._answering()
+        others = {name: there[name]["NodeManagerHostname"] for name in {*nodes} or there if name != here}
         need_same(self._ray, others, self._runtime_env(infos[0]))
 
+    def _answering(self) -> dict[str, dict[str, Any]]:
+        """What Ray says of each machine that lives, by its id; those that say nothing are left out: Ray takes a minute
+        to see that a machine is gone."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        with ThreadPoolExecutor(SILENT_AT_ONCE) as at_once:
+            said = at_once.map(lambda node: silent(node["NodeManagerAddress"], node["NodeManagerPort"]), alive)
+            return {node["NodeID"]: node for node, reason in zip(alive, said, strict=True) if not reason}
+
     def machines(self, infos: Sequence[HostInfo]) -> list[str]:
-        names = {node["NodeID"]: name for name, node in self._machines().items()}
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
         return [names[node] for node in self._nodes(infos)] if infos else []
 
     def machines_now(self) -> dict[str, str]:
         return {name: process.machine for name, process in self.processes.items()}
 
     def racks(self) -> dict[str, str]:
-        return {name: node["Labels"].get(RACK_LABEL, "") for name, node in self._machines().items()}
-
-    def _machines(self) -> dict[str, dict[str, Any]]:
-        """What Ray says of each machine that lives, by its name."""
-        return {node["NodeManagerHostname"]: node for node in self._ray.nodes() if node["Alive"]}
+        nodes = self._ray.nodes()
+        return {node["NodeManagerHostname"]: node["Labels"].get(RACK_LABEL, "") for node in nodes if node["Alive"]}
 
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
@@ -421,11 +425,9 @@ class RayBackend(Backend):
         """The machine of each host, those of a pool on one where they can be; empty where there is one machine, or
         devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts, or a share of
         one. Raises `DevicesTaken` or `BadInput` where a tensor group has no machine."""
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
-        if len(alive) < 2:
+        if sum(node["Alive"] for node in self._ray.nodes()) < 2:
             return []
-        # Ray takes half a minute and more to see that a machine is gone
-        nodes = {n["NodeID"]: n for n in alive if not silent(n["NodeManagerAddress"], n["NodeManagerPort"])}
+        nodes = self._answering()
         pools = [list(ranks) for _, ranks in groupby(infos, key=lambda info: info.pool)]
         sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
         racks = {name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
@@ -436,22 +438,19 @@ class RayBackend(Backend):
             table = self._ray.util.placement_group_table().values()
             here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
             hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
-            least = {name: max(0, count - hosts[name]) for name, count in total.items()}
-            shared = {name: sum(sizes) * bool(count) for name, count in total.items()}
-            found = next(filter(None, (place(free, groups) for free in (least, total, shared))), None)
-            return list(chain(*found or ()))
+            free = {name: max(0, count - hosts[name]) for name, count in total.items()}
+            shares = ({name: count * times for name, count in total.items()} for times in range(1, sum(sizes) + 1))
+            return list(chain(*next(filter(None, (place(slots, groups) for slots in (free, *shares))), ())))
         available = self._ray._private.state.available_resources_per_node()
         free = {name: round(available.get(name, {}).get(kind, 0)) for name in nodes}
-        found = place(free, groups)
-        if found is None and (anyhow := place(free)):
-            if not os.environ.get(CROSS_MACHINES):
-                raise (DevicesTaken if place(total, groups) else BadInput)(
-                    f"tensor groups of {max(groups)} GPUs, where machines have "
-                    + ", ".join(f"{count} of {total[name]}" for name, count in free.items() if total[name]) + " free",
-                    "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
-                    f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
-                )  # fmt: skip
-            found = anyhow
+        found = place(free, None if os.environ.get(CROSS_MACHINES) else groups)
+        if found is None and max(groups) > 1 and not os.environ.get(CROSS_MACHINES):
+            raise (DevicesTaken if place(total, groups) else BadInput)(
+                f"tensor groups of {max(groups)} GPUs, where machines have "
+                + ", ".join(f"{count} of {total[name]}" for name, count in free.items() if total[name]) + " free",
+                "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
+                f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
+            )  # fmt: skip
         return list(chain(*found or ()))
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:

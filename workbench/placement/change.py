@@ -34,9 +34,9 @@ class PlacementChange(Moves):
     cannot be done now, however much room there is; None: it can. took_s, transfer_s: of a change that was done, how
     long it took, and its transfers alone, with their checksums, for comparison with `expected_s` and `seconds`.
     machines: of each place; "": unknown. bandwidth_bytes_s, measured: what `seconds` assumes on a machine, and its
-    source; link_bytes_s, link_measured: of the cable of a machine. start_s: how long new processes take to start and
-    models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes; None:
-    there was none of this kind.
+    source; link_bytes_s, link_measured: of the network link of a machine. start_s: how long new processes take to start
+    and models to load, as the current ones did. rest_s: what earlier moves took beyond that and beyond their bytes;
+    None: there was none of this kind.
     """
 
     has_bytes: int | None = None
@@ -74,18 +74,19 @@ class PlacementChange(Moves):
         return found
 
     @cached_property
-    def cable_bytes(self) -> int:
-        """The most bytes that a machine sends, or receives, from others."""
-        sides = [(self.between.sum(axis=axis), self.machines) for axis in (0, 1)]
-        return max((int(sum(n for n, m in zip(*side, strict=True) if m == machine)) for side in sides
-                    for machine in set(self.machines)), default=0)  # fmt: skip
+    def link_bytes(self) -> int:
+        """The most bytes that a machine sends to others, or receives from them."""
+        if not self.machines:
+            return 0
+        _, number = np.unique(self.machines, return_inverse=True)
+        return int(max(np.bincount(number, weights=self.between.sum(axis=axis)).max() for axis in (0, 1)))
 
     @property
     def seconds(self) -> float | None:
         """How long the bytes take, without the start of processes and engines: those that stay on a machine one after
-        the other, and those of the busiest cable between machines. None: unknown."""
+        the other, and those over the busiest network link of a machine. None: unknown."""
         terms = [
-            (self.total_bytes - int(self.between.sum()), self.bandwidth_bytes_s), (self.cable_bytes, self.link_bytes_s)
+            (self.total_bytes - int(self.between.sum()), self.bandwidth_bytes_s), (self.link_bytes, self.link_bytes_s)
         ]  # fmt: skip
         if any(nbytes and not rate for nbytes, rate in terms):
             return None
@@ -114,7 +115,7 @@ class PlacementChange(Moves):
         parts = []
         if self.total_bytes and self.seconds is not None:
             rates = [(self.bandwidth_bytes_s, "", self.measured)]
-            rates += [(self.link_bytes_s, f"{bytes_text(self.cable_bytes)} on a cable at ", self.link_measured)]
+            rates += [(self.link_bytes_s, f"{bytes_text(self.link_bytes)} over a network link at ", self.link_measured)]
             said = " and ".join(f"{at}{bytes_text(rate)}/s ({by})" for rate, at, by in rates if rate)
             parts.append(f"the bytes {seconds_text(self.seconds)} at {said}")
         if self.start_s:

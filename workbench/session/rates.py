@@ -33,12 +33,11 @@ class Rates:
     def known(self, change: PlacementChange, machines: Mapping[str, str]) -> PlacementChange:
         """The change with the rates of what it moves. machines: of the hosts that are there, by name."""
         between = change.between
-        if not between.any():
+        if len({*machines.values(), *change.machines} - {""}) < 2:
             bytes_s, measured = self._on_one_machine()
             return replace(change, bandwidth_bytes_s=bytes_s, measured=measured)
-        inside = change.matrix - between
         (bytes_s, measured), (link_bytes_s, link_measured) = (
-            self._busiest(change, moved, machines) if moved.any() else (None, "") for moved in (inside, between)
+            self._busiest(change, moved, machines) for moved in (change.matrix - between, between)
         )
         return replace(
             change, bandwidth_bytes_s=bytes_s, measured=measured, link_bytes_s=link_bytes_s, link_measured=link_measured
@@ -55,13 +54,15 @@ class Rates:
     def _busiest(
         self, change: PlacementChange, moved: np.ndarray, machines: Mapping[str, str]
     ) -> tuple[float | None, str]:
-        """Of the pair of machines that exchange most, or, where no host of theirs could tell, of one of them and this
-        process."""
-        if not self._ownership.drives:
+        """Of the two machines that would exchange most, or of the machine; measured between two hosts of theirs, or,
+        where one of two machines has none yet, from a host to this process."""
+        if not moved.any() or not self._ownership.drives:
             return None, ""
         source, taker = np.unravel_index(moved.argmax(), moved.shape)
-        first, there = change.names[source], change.machines[taker]
+        first, there = change.names[source], (change.machines or [""] * len(change.names))[taker]
         second = next((name for name, machine in machines.items() if machine == there and name != first), HERE)
+        if second == HERE and there in ("", machines[first]):
+            return None, ""
         places = [name if name == HERE else f"{name} on {machines[name]}" for name in (first, second)]
         return self.between(first, second, machines), f"a {PROBE} from {' to '.join(places)}"
 

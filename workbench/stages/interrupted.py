@@ -122,8 +122,9 @@ class Interrupted:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
         for shard in filter(None, (call.kept for call in run.calls)):
             self._hosts.backend.work(shard.host, "release", [shard.key])
-        for host, call in [*zip(run.group.hosts, run.calls, strict=True)][len(run.ranks.answers) :]:  # not sent
-            self._hosts.backend.work(host, "release", call.released)
+        for host, call in zip(run.group.hosts, run.calls, strict=False):
+            if call.released:  # which the host may not have come to
+                self._hosts.backend.work(host, "release", call.released)
 
     def not_received(self, run: Run) -> None:
         """A run has succeeded, and its caller did not get the result: the same call again must give it."""
