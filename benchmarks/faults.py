@@ -194,14 +194,14 @@ class Faults:
 class FaultsOfPools(Faults):
     """One workbench with rollout workers in a pool of their own, which generate ahead."""
 
-    code, opening = AHEAD, OPEN_AHEAD
+    code, opening, cell = AHEAD, OPEN_AHEAD, "ahead"
 
     def begin(self) -> None:
         """Open it, and note what a run without faults gives."""
         self._open()
         began = time.monotonic()
         self._second = self._driver.run(self._rest(2))
-        self._took_s = {"ahead": time.monotonic() - began}
+        self._took_s = {self.cell: time.monotonic() - began}
         self._third = self._driver.run(self._rest(3))
         self._back()
 
@@ -256,22 +256,19 @@ PASSING = ("gap", "stand still", "slow cable", "lossy cable")  # after which all
 BREAKING = ("power", "network")
 
 
-class FaultsOfMachines(Faults):
+class FaultsOfMachines(FaultsOfPools):
     """One workbench on two of three machines. Outcomes say when the death was said, and how long recovery took."""
+
+    code, cell = ALGORITHM, "iterate"
 
     def __init__(self, folder: Path, cluster: machines.Cluster) -> None:
         super().__init__(folder)
         self._cluster = cluster
         self.opening = OPEN_APART.replace("APART", str(APART), 1).replace("ADDRESS", cluster.address)
 
-    def begin(self) -> None:
-        """Open it, and note what a run without faults gives."""
-        self._open()
-        began = time.monotonic()
-        self._second = self._driver.run(REST.format(2))
-        self._took_s = {"iterate": time.monotonic() - began}
-        self._third = self._driver.run(REST.format(3))
-        self._back()
+    @staticmethod
+    def _rest(last: int) -> str:
+        return REST.format(last)
 
     def _outcome(self, cell: str, fault: str, after_s: float) -> str:
         name, pool = fault.split(" of ")

@@ -399,7 +399,7 @@ def _loss(text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    parser.add_argument("--number", type=int, help="of the cluster, where several run (default: the newest)")
+    parser.add_argument("--number", type=int, help="of the cluster, where several run")
     starting = commands.add_parser("up", help="start a head and so many machines")
     starting.add_argument("count", type=int)
     starting.add_argument("--cores", type=int, default=2, help="slots of each machine (default: 2)")
@@ -427,11 +427,12 @@ def main() -> None:
         print(f"{given.count} machines with {given.cores} slots each. Before the notebook is started:\n{exports}\n"
               f'and in it:\n  wb.open(..., address="{made.address}", device="cpu")')  # fmt: skip
         return None
-    folders = sorted(Path(FOLDER).parent.glob(f"{Path(FOLDER).name}[0-9]*/token"), key=os.path.getmtime)  # made once
-    wanted = [file.parent for file in folders if given.number in (None, int(file.parent.name[3:]))]
-    if not wanted:
-        parser.error("no such cluster runs: start one with `up 3`")
-    found = Cluster.load(wanted[-1])
+    running = {int(file.parent.name[3:]): file.parent for file in Path(FOLDER).parent.glob("wbm[0-9]*/state.json")}
+    if not running:
+        parser.error("no cluster runs: start one with `up 3`")
+    if given.number not in running and (given.number or len(running) > 1):
+        parser.error(f"--number {given.number}: say which of {sorted(running)} before the command")
+    found = Cluster.load(running[given.number or next(iter(running))])
     if given.command == "down":
         return found.down()
     if given.command == "traffic":
