@@ -393,7 +393,9 @@ def _delay(text: str) -> float:
 
 
 def _loss(text: str) -> float:
-    return _number(text, {"": 0.01}, "%")
+    if (loss := _number(text, {"": 0.01}, "%")) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: more than all packets cannot be lost")
+    return loss
 
 
 def main() -> None:
@@ -424,8 +426,10 @@ def main() -> None:
             parser.error(f"--racks {' '.join(given.racks)}: one rack for each of the {given.count} machines")
         made = up(given.count, cores=given.cores, racks=given.racks)
         exports = "\n".join(f"  export {name}={value}" for name, value in made.variables.items())
-        print(f"{given.count} machines with {given.cores} slots each. Before the notebook is started:\n{exports}\n"
-              f'and in it:\n  wb.open(..., address="{made.address}", device="cpu")')  # fmt: skip
+        print(
+            f"cluster {made.number}: {given.count} machines with {given.cores} slots each. Before the notebook starts:"
+        )
+        print(f'{exports}\nand in it:\n  wb.open(..., address="{made.address}", device="cpu")')
         return None
     running = {int(file.parent.name[3:]): file.parent for file in Path(FOLDER).parent.glob("wbm[0-9]*/state.json")}
     if not running:
@@ -449,6 +453,8 @@ def main() -> None:
         found.signal(given.machine, signal.SIGSTOP if given.command == "freeze" else signal.SIGCONT)
     elif given.command == "kill":
         found.kill(given.machine)
+    elif psutil.pid_exists(found.machines[given.machine].pid):
+        parser.error(f"{given.machine} runs: `kill {given.machine}` ends it")
     else:
         found.start_again(given.machine)
     return None

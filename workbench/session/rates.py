@@ -49,7 +49,7 @@ class Rates:
             return moved_bytes / seconds, "as in the last move" if count == 1 else f"as in the last {count} moves"
         if self._hosts.inline or not self._ownership.drives:
             return None, ""
-        return self.between(self._groups.lead.hosts[0], HERE, {}), f"a {PROBE} from a host to {HERE}"
+        return self.between(self._groups.lead.hosts[0], HERE, {})[0], f"a {PROBE} from a host to {HERE}"
 
     def _busiest(
         self, change: PlacementChange, moved: np.ndarray, machines: Mapping[str, str]
@@ -63,17 +63,20 @@ class Rates:
         second = next((name for name, machine in machines.items() if machine == there and name != first), HERE)
         if second == HERE and there in ("", machines[first]):
             return None, ""
-        places = [name if name == HERE else f"{name} on {machines[name]}" for name in (first, second)]
-        return self.between(first, second, machines), f"a {PROBE} from {' to '.join(places)}"
+        bytes_s, age_s = self.between(first, second, machines)
+        places = [HERE if name == HERE else machines[name] for name in (first, second)]
+        ago = f" {age_s:.0f} s ago" if age_s >= 1 else ""
+        return bytes_s, f"a {PROBE} from {' to '.join(places)}{ago}"
 
-    def between(self, source: str, destination: str, machines: Mapping[str, str]) -> float:
-        """Bytes a second from host to host, or to this process. machines: of hosts."""
+    def between(self, source: str, destination: str, machines: Mapping[str, str]) -> tuple[float, float]:
+        """Bytes a second from host to host, or to this process, and how many seconds ago that was. machines: of
+        hosts."""
         pair = machines.get(source, ""), machines.get(destination, destination)
         when_s, found = self._probes.get(pair, (-KEPT_S, 0.0))
         if not found or (pair[0] != pair[1] and machines and time.monotonic() - when_s > KEPT_S):
-            found = self._probed(source, destination)
-            self._probes[pair] = time.monotonic(), found
-        return found
+            found, when_s = self._probed(source, destination), time.monotonic()
+            self._probes[pair] = when_s, found
+        return found, time.monotonic() - when_s
 
     def hardware(self, machines: Mapping[str, str]) -> Hardware:
         """CPU machines like that of the lead role, with the link from it to another. machines: of hosts, by name."""
@@ -83,7 +86,10 @@ class Rates:
         found: Hardware = backend.work(lead, "rates", count).result()
         apart = next((name for name, machine in machines.items() if machine != machines[lead]), None)
         if apart is not None:
-            bytes_s, answer_s = self.between(lead, apart, machines), backend.ask(apart, "probe_answer", lead).result()
+            (bytes_s, _), answer_s = (
+                self.between(lead, apart, machines),
+                backend.ask(apart, "probe_answer", lead).result(),
+            )
             found = replace(found, machine_bytes_s=bytes_s, between_latency_s=answer_s / 2)
         cores = (found.cores or count) * len(used)
         return replace(found, name="these machines", devices_per_machine=count, cores=cores)
