@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 SyncEvent = Literal["sync", "generation"]
 SYNC_COLUMNS = {
     "run": "int64", "stage": "str", "role": "str", "event": "str", "version": "int64", "trained_version": "int64",
-    "strategy": "str", "duration_s": "float64", "moved_bytes": "int64", "taken_bytes": "int64", "checksum_sent": "str",
-    "checksum_received": "str", "verdict": "str", "culprit": "str", "remedy": "str",
+    "strategy": "str", "duration_s": "float64", "moved_bytes": "int64", "whole_bytes": "int64", "taken_bytes": "int64",
+    "checksum_sent": "str", "checksum_received": "str", "verdict": "str", "culprit": "str", "remedy": "str",
 }  # fmt: skip
 REMEDIES = {
     "checksum differs": "memory or transport of these ranks changes bits: sync again, and if it comes back leave the "
@@ -35,6 +35,7 @@ class OpenSync:
     lacked: bool = False
     strategy: str = ""
     moved_bytes: int = 0
+    whole_bytes: int = 0
     taken_bytes: int = 0
     sent: int | None = None
     received: int | None = None
@@ -49,8 +50,8 @@ class Sync(OpenSync):
     sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
     put back to an earlier state, after which equal versions are not equal weights. lacked: the engine had none, as
     after its sleep or when it was made anew. strategy: by which slices moved between ranks; "" where each rank had
-    whole weights. moved_bytes: that arrived from other ranks. taken_bytes: handed
-    to the engine. sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has
+    whole weights. moved_bytes: that arrived from other ranks; whole_bytes: of the slices
+    that they were of, changed or not. taken_bytes: handed to the engine. sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has
     another checksum here than at its sender, "weight from rank n". failed: the kind of error that ended it.
     """
 
@@ -98,6 +99,7 @@ def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
                 "version": min(part["version"] for part in ranks),
                 "duration_s": max(part["end_s"] for part in ranks) - min(starts),
                 "moved_bytes": sum(part["moved_bytes"] for part in ranks),
+                "whole_bytes": sum(part.get("whole_bytes", 0) for part in ranks),
                 "taken_bytes": sum(part["taken_bytes"] for part in ranks),
                 "checksum_sent": sent,
                 "checksum_received": received,
