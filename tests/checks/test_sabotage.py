@@ -293,7 +293,7 @@ def test_a_stage_that_fails_is_a_finding(lab: wb.Workbench, monkeypatch: pytest.
 class StaleHead(TransformersEngine):
     """An engine with a head of its own, which no sync reaches: what happens to packed copies of tied embeddings."""
 
-    def update_weights(self, named_weights: Any, version: int) -> int:
+    def update_weights(self, named_weights: Any, version: int, *, partial: bool = False) -> int:
         mine, taken = dict(self._model.named_parameters()), 0
         for name, weight in named_weights:
             mine[name].data.copy_(weight)

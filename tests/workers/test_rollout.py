@@ -20,6 +20,7 @@ from workbench.batches.columns import Ragged
 from workbench.config.description import Description
 from workbench.controller import Workbench
 from workbench.errors import BadInput, NotFound, StageError, SyncError
+from workbench.resharding.patches import Patch
 from workbench.workers.roles.actor import ActorWorker
 
 POOLS: dict[str, Any] = {"train": (1, ["actor", "reference", "reward"]), "rollout": (1, ["rollout"])}
@@ -196,9 +197,9 @@ def test_what_looks_at_the_engine_looks_at_theirs(lab: Any, monkeypatch: pytest.
     exchange = worker(lab, "actor").context.exchange
     served = exchange.served
 
-    def corrupted(key: str, wanted: Any, checksums: bool) -> Any:
-        wire, sums = served(key, wanted, checksums)
-        return [(dtype, -array) for dtype, array in wire], sums
+    def corrupted(*asked: Any) -> Any:
+        wire, sums = served(*asked)
+        return [part if isinstance(part, Patch) else (part[0], -part[1]) for part in wire], sums
 
     train(lab, lab.actor.generate_sequences(lab.prompts.next(4), samples=2, max_new_tokens=4))
     monkeypatch.setattr(exchange, "served", corrupted)
@@ -214,11 +215,11 @@ def test_a_sync_that_fails_leaves_the_actor_alone_and_is_mended(lab: Any, monkey
     exchange = worker(lab, "actor").context.exchange
     served, asked = exchange.served, []
 
-    def fails_halfway(key: str, wanted: Any, checksums: bool) -> Any:
+    def fails_halfway(key: str, *wanted: Any) -> Any:
         asked.append(wanted)
         if len(asked) > 2:
             exchange.release([key])
-        return served(key, wanted, checksums)
+        return served(key, *wanted)
 
     monkeypatch.setattr(exchange, "served", fails_halfway)
     with expect_error((NotFound, StageError), value="rollout.receive_weights failed on rank 0", rule="were released"):
@@ -278,8 +279,8 @@ def test_a_small_step_of_an_adapter_arrives(tmp_path: Path, monkeypatch: pytest.
         # a part that gets lost in the engine is seen, however small it is
         update = generator.update_weights
 
-        def loses(weights: Any, version: int) -> int:
-            taken: int = update(weights, version)
+        def loses(*given: Any, **more: Any) -> int:
+            taken: int = update(*given, **more)
             generator.readable_weights()[
                 next(n for n, _ in trainer.named_adapter() if "q_proj.lora_B" in n)
             ].detach().zero_()
@@ -324,3 +325,86 @@ class OwnSampling(ActorWorker):
 def test_what_cannot_be_is_said_before_anything_starts(make: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make()
+
+
+BFLOAT16: dict[str, Any] = {
+    "models": {"actor": TINY, "reward": vowels}, "dtype": "bfloat16",
+    "training": wb.Training(engine="torch", learning_rate=1e-6, minibatches=1),
+}  # fmt: skip
+
+
+def weights_differ(lab: Any) -> tuple[str, ...]:
+    """Weights of the rollout workers whose bits are not the actor's, after rounding."""
+    trained = {name: weight.bfloat16() for name, weight in worker(lab, "actor").engine.named_weights()}
+    rollout = worker(lab, "rollout")
+    held = {**rollout._kept, **rollout.generator.live_weights()}
+    return tuple(name for name in trained if not torch.equal(held[name], trained[name]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_patches_bring_what_changed(runs: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """Where rollout workers have what came before; whole weights after a restored state, a failure, and at first."""
+    pytest.importorskip(engine)
+    generation = wb.Generation(engine=engine, sync="delta", max_model_tokens=192, kv_cache_gib=0.05)  # type: ignore[arg-type]
+    with apart(runs, **BFLOAT16, generation=generation) as lab:
+
+        def synced() -> tuple[bool, int, int]:
+            """Whether by patches, the bytes that came, and those of the whole slices."""
+            lab.actor.sync_weights()
+            row = lab.syncs().iloc[-1]
+            assert (row["verdict"], weights_differ(lab)) == ("ok", ())
+            assert published(lab) == 0
+            return row["strategy"] == "patches", row["moved_bytes"], row["whole_bytes"]
+
+        def step() -> None:
+            lab.actor.update_actor(lab.put(stored()))
+
+        step()
+        first, whole, of = synced()
+        assert (first, whole) == (False, of)
+        for _ in range(3):
+            step()
+            patched, moved, of = synced()
+            assert patched
+            assert 0 < moved < 0.1 * whole
+            assert of == whole
+        with lab.kept("actor"):
+            step()
+            assert synced()[0]
+        assert synced()[:2] == (False, whole)
+        step()
+        served, asked = worker(lab, "actor").context.exchange.served, list[Any]()
+
+        def fails(*wanted: Any) -> Any:
+            asked.append(wanted)
+            return served(*wanted) if len(asked) < 3 else 1 / 0
+
+        with monkeypatch.context() as broken:
+            broken.setattr(worker(lab, "actor").context.exchange, "served", fails)
+            with expect_error(StageError, value="rollout.receive_weights failed on rank 0"):
+                lab.actor.sync_weights()
+        assert synced()[:2] == (False, whole)
+        step()
+        assert synced()[0]
+        assert lab.check("weights")["weights"].verdict == "ok"  # gives the engine others meanwhile
+        step()
+        assert not synced()[0]
+
+
+def test_auto_keeps_what_took_less_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three syncs by patches are timed, then three of whole weights, here with a clock that says how they ended."""
+    for patched in (True, False):
+        with apart(runs / str(patched), **BFLOAT16) as lab:
+            # a clock that says how they end
+            monkeypatch.setattr(
+                "workbench.stages.weight_sync.took_s", lambda costs, best=patched: 1.0 + (costs[0].patched != best)
+            )
+            modes = list[bool]()
+            for _ in range(10):
+                lab.actor.update_actor(lab.put(stored()))
+                lab.actor.sync_weights()
+                modes.append(lab.syncs().iloc[-1]["strategy"] == "patches")
+            # the first is whole, and so is the one after those that were not kept
+            assert modes == [False, *[True] * 3, *[False] * (4 if patched else 6), *[True] * (2 if patched else 0)]
+            assert bool(worker(lab, "actor")._kept[0]) == patched

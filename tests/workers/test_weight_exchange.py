@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.expected import expect_error
+from tests.resharding.patch_ranks import stepped
 from workbench.batches.columns import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.models import load_causal_lm, load_config
@@ -181,11 +182,11 @@ def test_what_is_on_its_way_is_bounded(publisher: Layout, monkeypatch: pytest.Mo
     exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
     pull, lock, cut, bytes_cut = exchange.pull, threading.Lock(), 0, list[int]()
 
-    def counted(published: Published, rank: int, wanted: Any, checksums: bool) -> Any:
+    def counted(published: Published, rank: int, wanted: Any, checksums: bool, patched: bool) -> Any:
         nonlocal cut
         with lock:
             cut += 1
-        pulled = pull(published, rank, wanted, checksums)
+        pulled = pull(published, rank, wanted, checksums, patched)
         bytes_cut.append(pulled.nbytes)
         return pulled
 
@@ -235,6 +236,62 @@ def test_what_was_written_elsewhere_than_it_belongs_is_found(monkeypatch: pytest
     intake = WeightIntake(plan, 0, exchange, checksums=True)
     intake.place(hosts.published, held)
     assert intake.arrival.differ == ((name, 0),)
+
+
+@pytest.mark.parametrize(
+    ("publisher", "taker"),
+    [
+        (Layout(), Layout(t=2)),
+        pytest.param(Layout(2, 2, 2), Layout(t=2), marks=pytest.mark.thorough),
+        pytest.param(Layout(d=3), Layout(t=2, d=2), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_after_200_syncs_every_bit_is_the_publishers(publisher: Layout, taker: Layout) -> None:
+    """By patches, but for the first one and those that a taker has missed the version before of."""
+    hosts = Hosts(MODELS[0], publisher, taker, dtype="bfloat16")
+    weights = weights_of(load_config(MODELS[0]), "bfloat16", publisher)
+    held = Distribution(weights, publisher, tuple(range(publisher.size)))
+    whole = {n: w.detach().bfloat16() for n, w in load_causal_lm(MODELS[0], dtype=torch.float32).named_parameters()}
+    plan = hosts.plan()
+    takers = [WeightIntake(plan, n, hosts.exchanges[f"rollout-{n}"], checksums=True) for n in range(taker.size)]
+    has: list[tuple[str, dict[str, Tensor]]] = [("", {}) for _ in takers]
+    kept: list[dict[str, Tensor]] = [{} for _ in range(publisher.size)]
+    needed, before = takers[0].names, ""
+    for version in range(200):
+        published = replace(hosts.published, key=f"v{version}")
+        for rank in range(publisher.size):
+            cut = {w.name: s for w in weights if (s := held.shard(w, rank)) is not None}
+            mine = {name: torch.empty(shard.shape, dtype=torch.bfloat16) for name, shard in cut.items()}
+            for weight in weights:
+                if weight.name in cut:
+                    fill(mine[weight.name], cut[weight.name], whole[weight.name], _whole(weight))
+            contents = replace(CONTENTS, version=version, keeps=True, since=before)
+            snapshot = take_snapshot(mine.items(), weights, publisher, rank, torch.bfloat16, contents, kept[rank])
+            hosts.exchanges[f"train-{rank}"].publish(published.key, snapshot)
+        for rank, intake in enumerate(takers):
+            if version % 50 == 20 + rank:
+                continue
+            (known, mine), sent = has[rank], (intake.received_bytes, intake.whole_bytes)
+            patched = known == before != ""
+            changed = [n for n, _ in intake.weights(published, torch.device("cpu"), mine, patched=patched)]
+            moved, of = intake.received_bytes - sent[0], intake.whole_bytes - sent[1]
+            assert moved < 0.03 * of if patched else moved == of
+            assert set(changed) == set(needed) or patched
+            assert not intake.arrival.differ
+            has[rank] = published.key, mine
+        for exchange in hosts.exchanges.values():
+            exchange.release([published.key])
+        before, final, whole = published.key, whole, stepped(whole, version, 0.005)
+    for rank, (key, mine) in enumerate(has):
+        assert key == "v199"
+        for weight in plan.weights:
+            shard = plan.destination.shard(weight, plan.destination.ranks[rank])
+            assert shard is not None
+            given, expected = (torch.empty(shard.shape, dtype=torch.bfloat16) for _ in range(2))
+            fill(given, shard, mine[weight.name], _whole(weight))
+            fill(expected, shard, final[weight.name], _whole(weight))
+            assert torch.equal(given.view(torch.int16), expected.view(torch.int16))  # a step from zero may be NaN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

@@ -30,7 +30,7 @@ from workbench.resharding.boxes import Box
 from workbench.resharding.plan import Plan, WeightShard
 from workbench.resharding.weights import Weight
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(view: Tensor, first_row: int) -> Tensor:
@@ -40,7 +40,7 @@ def checksum(view: Tensor, first_row: int) -> Tensor:
     Each row's elements are summed as integers of their own size, which wrap around, and the rows weighted by their
     number. Any changed bit changes it, and so do rows that change places.
     """
-    integers = view.view(_INTEGERS[view.element_size()])
+    integers = view.view(INTEGERS[view.element_size()])
     rows = integers.sum(1, dtype=integers.dtype).long()
     return (rows * torch.arange(first_row + 1, first_row + 1 + len(rows), device=rows.device)).sum()
 

@@ -27,6 +27,7 @@ from workbench.support.validation import (
 
 GenerationEngine = Literal["transformers", "vllm"]
 SyncStrategy = Literal["hybridflow", "v", "full"]
+SyncMode = Literal["auto", "delta", "whole"]
 DType = Literal["float32", "bfloat16", "float16"]
 ShareMemory = bool | Literal["always"]
 SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
@@ -45,6 +46,8 @@ class Generation:
     strategy: how an actor cut over p*t > 1 ranks, or sharded by ZeRO-3, gets its weights to the engine: "hybridflow",
         each rank receives what it lacks; "v", the whole model over the ranks of a training replica; "full", over all
         ranks (ZeRO-3: "v" too).
+    sync: "delta": a weight sync between processes sends what changed since the one before, exactly, for which either
+        end keeps a copy of the weights; "whole": all; "auto": what took less time, of three syncs each.
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.
@@ -60,6 +63,7 @@ class Generation:
     engine: GenerationEngine = "vllm"
     tensor_parallel_size: PositiveInt = 1
     strategy: SyncStrategy = "hybridflow"
+    sync: SyncMode = "auto"
     max_model_tokens: Annotated[Whole, Field(ge=2)] = 1024
     kv_cache_gib: PositiveFloat = 1.0
     gpu_memory_fraction: Annotated[Number, Field(gt=0, lt=1)] | None = None

@@ -17,12 +17,17 @@ from workbench.batches.store import Weights
 from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT
+from workbench.resharding.patches import Choice
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.stages.stage import StageRun
 from workbench.workers.roles.rollout import DELEGATED
-from workbench.workers.weight_exchange import Published
+from workbench.workers.weight_exchange import Published, SyncCost
+
+
+def took_s(costs: Sequence[SyncCost]) -> float:
+    return max(cost.seconds for cost in costs)
 
 
 class Publication:
@@ -31,7 +36,7 @@ class Publication:
     run: of the actor's ranks. weights: which those are; None until they are published. where: for the taker.
     """
 
-    def __init__(self, runner: StageRunner, **what: bool) -> None:
+    def __init__(self, runner: StageRunner, **what: bool | None) -> None:
         self._runner = runner
         self.weights: Weights | None = None
         actor = runner.groups.by_role["actor"]
@@ -69,6 +74,8 @@ class WeightSync:
     def __init__(self, runner: StageRunner, role: str, operation: str) -> None:
         self._runner, self._role, self._operation = runner, role, operation
         self._last: tuple[Publication, StageRun] | None = None
+        generation = runner.hosts.description.generation
+        self._choice = Choice(generation.sync) if role == ROLLOUT and generation else None
 
     def due(self) -> bool:
         """Whether the role will lag behind the actor when all that was called so far has run."""
@@ -84,7 +91,9 @@ class WeightSync:
         """Send it off; the role's run. probe: whether what the trainer makes of the probe goes along. merged: see
         `publish_weights`."""
         runner = self._runner
-        publication = Publication(runner, probe=probe, merged=merged)
+        publication = Publication(
+            runner, probe=probe, merged=merged, keep=None if self._choice is None else self._choice.patches
+        )
 
         def taken() -> None:
             assert publication.weights is not None
@@ -94,8 +103,16 @@ class WeightSync:
             runner.groups.by_role[self._role], self._operation, (publication.where,), {}, then=taken
         )
         self._last = publication, take
+        take.when_over(lambda: self._note_cost(take))
         runner.scheduler.submit_unwaited(take)
         return take
+
+    def _note_cost(self, take: StageRun) -> None:
+        if self._choice is None or take.future.cancelled() or take.future.exception() is not None:
+            return
+        costs: list[SyncCost] = take.future.result()
+        if costs[0].patched or not costs[0].kept:
+            self._choice.note(took_s(costs), patched=costs[0].patched)
 
 
 class RolloutCaller:

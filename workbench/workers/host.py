@@ -252,9 +252,11 @@ class Host(Shards):
         assert contents is not None
         return contents
 
-    def cut_weights(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
-        """Cut slices of published weights for another process; with the checksum of each where asked for."""
-        return self._exchange.served(key, wanted, checksums)
+    def cut_weights(
+        self, key: str, wanted: Sequence[Slice], checksums: bool, patched: bool
+    ) -> tuple[list[Any], list[int]]:
+        """Slices of published weights for another process, or patches of them: see `WeightExchange.served`."""
+        return self._exchange.served(key, wanted, checksums, patched)
 
     def publish_probe(self, key: str) -> None:
         self._exchange.publish(key, probe()[0])

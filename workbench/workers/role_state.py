@@ -320,7 +320,9 @@ class _Files:
     _open: dict[int, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
+    def pull(
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+    ) -> Pulled:
         began = time.perf_counter()
         with self._lock:
             if rank not in self._open:
@@ -334,5 +336,5 @@ class _Files:
         sums = checksums_of(views, wanted) if checksums else []
         return Pulled([view.reshape(-1) for view in views], sums, began, time.perf_counter())
 
-    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        return pulled.nbytes
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
+        return True

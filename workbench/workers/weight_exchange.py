@@ -9,6 +9,9 @@ for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
     publisher's memory ──one copy──> bucket in shared memory ──one copy──> taker's memory
                                      (on another machine: a copy of the bucket there)
 
+A publisher that keeps what it published before compares, and a taker that has just that is sent patches of what changed
+(`workbench.resharding.patches`); any other is sent whole slices.
+
 One rank's part of taking published weights: which slices it asks for, in which order, and where they go.
 
 A bucket of slices has at most BUCKET_BYTES. A rank has one in use and asks for AHEAD more, which publishers fill
@@ -36,6 +39,7 @@ from workbench.placement.change import BUFFER_BYTES
 from workbench.resharding import boxes
 from workbench.resharding.boxes import Box, Boxes
 from workbench.resharding.engine import Arrival, checksums_of, fill, view_of
+from workbench.resharding.patches import Change, Patch, change
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
 from workbench.telemetry import Recorder
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 
 
 Slice = tuple[str, Box]
+Sent = Tensor | Patch
 Ask = Callable[..., Any]
 
 
@@ -68,6 +73,9 @@ class Contents:
     shapes: of the whole weights, by name; empty where none were published. probe_ids, log_probs: tokens, and the
     publisher's log-probabilities of ids[1:], in nats; empty without a probe. log_probs_without: those of the model
     alone, where an adapter is published. aliases, vocabulary: of the model, see `PackedModule`.
+
+    keeps: whether the publisher keeps it, to say later what has changed. since: the key of what it kept before, from
+    which patches lead here; "" without. took_s: seconds until it was published, without the probe.
     """
 
     version: int
@@ -78,6 +86,9 @@ class Contents:
     aliases: Mapping[str, list[str]]
     vocabulary: frozenset[str]
     log_probs_without: Tensor | None = None
+    keeps: bool = False
+    since: str = ""
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +96,32 @@ class Snapshot:
     """One rank's part of published weights: by name a tensor, and which elements it holds. A copy in host memory; or
     the live tensors, where nothing is trained while they are taken.
 
-    contents: None for a part of a role's state.
+    contents: None for a part of a role's state. changes: since `contents.since`, of the weights that are not to be sent
+    whole.
     """
 
     contents: Contents | None
     slices: Mapping[str, tuple[Tensor, WeightShard]]
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
     @torch.no_grad()
     def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
         """Each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is one
         piece of host memory already is not copied."""
         return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
+
+    def sent(self, wanted: Sequence[Slice], patched: bool) -> list[Sent]:
+        """The same; patched: patches in place of them, where these are smaller."""
+        patches = [self._patch(*one) if patched else None for one in wanted]
+        whole = iter(self.cut([one for one, patch in zip(wanted, patches, strict=True) if patch is None]))
+        return [next(whole) if patch is None else patch for patch in patches]
+
+    def _patch(self, name: str, box: Box) -> Patch | None:
+        change = self.changes.get(name)
+        if change is None:
+            return None
+        patch = Patch.of(change.within(self.slices[name][1], box), boxes.size((box,)))
+        return patch if patch.nbytes < patch.whole_bytes else None
 
     @torch.no_grad()
     def checksums(self, wanted: Sequence[Slice]) -> list[int]:
@@ -149,22 +175,29 @@ def take_snapshot(
     rank: int,
     dtype: torch.dtype,
     contents: Contents,
+    kept: dict[str, Tensor] | None = None,
 ) -> Snapshot:
     """What a rank publishes of the weights that it holds: copies, in `dtype`.
 
-    held: all that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them.
+    held: all that the rank holds in the layout; every rank iterates to the end, as ZeRO gathers them. kept: the copies
+    of `contents.since`, which are exchanged for the new ones, on the device of the weights; None: nothing is compared.
     """
     by_name = {weight.name: weight for weight in weights}
     whole, parts = Distribution(weights, layout, tuple(range(layout.size))), published_parts(weights, layout)
-    slices = {}
+    slices, changes = {}, {}
     for name, tensor in held:
         mine, part = whole.shard(by_name[name], rank), parts.shard(by_name[name], rank)
         assert mine is not None
         assert part is not None
-        copy = torch.empty(part.shape, dtype=dtype)
+        copy = torch.empty(part.shape, dtype=dtype, device="cpu" if kept is None else tensor.device)
         fill(copy, part, tensor, mine)
+        if kept is not None:
+            found = change(kept[name], copy) if contents.since else None
+            if found is not None:
+                changes[name] = found
+            kept[name] = copy
         slices[name] = copy, part
-    return Snapshot(contents=contents, slices=slices)
+    return Snapshot(contents=contents, slices=slices, changes=changes)
 
 
 class Pulled(NamedTuple):
@@ -172,7 +205,7 @@ class Pulled(NamedTuple):
     shared memory. sums: the checksum of each, taken where it was cut; empty where not asked for. start_s, end_s: by
     `perf_counter`."""
 
-    parts: list[Tensor]
+    parts: list[Sent]
     sums: list[int]
     start_s: float
     end_s: float
@@ -181,15 +214,33 @@ class Pulled(NamedTuple):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def whole_bytes(self) -> int:
+        return sum(part.whole_bytes if isinstance(part, Patch) else part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCost:
+    """What a sync took of one rank, publishing included. kept: whether the publisher keeps what it published; patched:
+    whether patches were sent. moved_bytes: from other processes; whole_bytes: of the slices that these were of."""
+
+    kept: bool
+    patched: bool
+    moved_bytes: int
+    whole_bytes: int
+    seconds: float
+
 
 class WeightSource(Protocol):
     """Where slices come from: other hosts, or files."""
 
-    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
-        """Slices of rank `rank` of the publisher. Any thread may call it."""
+    def pull(
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+    ) -> Pulled:
+        """Slices of rank `rank` of the publisher. patched: or patches of them. Any thread may call it."""
 
-    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
-        """Record what arrived, under a name; its bytes."""
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
+        """Record what arrived, under a name; whether it came from elsewhere."""
 
 
 class WeightExchange:
@@ -225,10 +276,14 @@ class WeightExchange:
             raise NotFound(f"published weights {key} on host {self._host}", "they were released", "sync again")
         return found
 
-    def served(self, key: str, wanted: Sequence[Slice], checksums: bool) -> tuple[list[Any], list[int]]:
-        """Slices of a snapshot as arrays for another process, and their checksums where asked for."""
+    def served(
+        self, key: str, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+    ) -> tuple[list[Any], list[int]]:
+        """Slices of a snapshot, or patches of them, as arrays for another process, and the checksums of the slices
+        where asked for."""
         snapshot = self.snapshot(key)
-        return [array_of(part) for part in snapshot.cut(wanted)], snapshot.checksums(wanted) if checksums else []
+        parts = [part if isinstance(part, Patch) else array_of(part) for part in snapshot.sent(wanted, patched)]
+        return parts, snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
         """What is published, as its first rank describes it."""
@@ -241,25 +296,28 @@ class WeightExchange:
     def is_here(self, published: Published, rank: int) -> bool:
         return published.hosts[rank] == self._host
 
-    def pull(self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool) -> Pulled:
+    def pull(
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+    ) -> Pulled:
         began = time.perf_counter()
         if self.is_here(published, rank):
             snapshot = self.snapshot(published.key)
             sums = snapshot.checksums(wanted) if checksums else []
-            return Pulled(snapshot.cut(wanted), sums, began, time.perf_counter())
-        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums)
-        return Pulled([tensor_over(array) for array in arrays], sums, began, time.perf_counter())
+            return Pulled(snapshot.sent(wanted, patched), sums, began, time.perf_counter())
+        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums, patched)
+        parts = [array if isinstance(array, Patch) else tensor_over(array) for array in arrays]
+        return Pulled(parts, sums, began, time.perf_counter())
 
-    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> int:
+    def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
         """See `WeightSource`; nothing is recorded of what is on this host already."""
         if self.is_here(published, rank):
-            return 0
+            return False
         shift, recorder = self._recorder.now_s() - time.perf_counter(), self._recorder
         recorder.add_transfer(
             published.hosts[rank], self._host, pulled.start_s + shift, pulled.end_s + shift,
             bytes=pulled.nbytes, columns=what, kind=published.kind,
         )  # fmt: skip
-        return pulled.nbytes
+        return True
 
 
 AHEAD = 3
@@ -272,13 +330,14 @@ SLOW_S = 1.0
 class WeightIntake:
     """One rank's part of a plan of taking, again and again, a layer at a time.
 
-    rank: in the taker's layout. received_bytes: from other hosts so far. checksums: whether to compare those of slices
+    rank: in the taker's layout. received_bytes: from other hosts so far; whole_bytes: of the slices that these were or
+    patched. checksums: whether to compare those of slices
     as they were sent and as they arrived; arrival: the comparison of the last time. Beside the taker's own tensors of a
     layer, memory is needed for `AHEAD` + 1 buckets.
     """
 
     def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
-        self._exchange, self._rank, self.received_bytes = exchange, rank, 0
+        self._exchange, self._rank, self.received_bytes, self.whole_bytes = exchange, rank, 0, 0
         self._checksums, self.arrival = checksums, Arrival()
         self._layers: list[_Layer] = []
         me = plan.destination.ranks[rank]
@@ -294,33 +353,61 @@ class WeightIntake:
                 )
             self._layers.append(layer)
 
-    def weights(self, published: Published, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def names(self) -> list[str]:
+        """Of the weights that this rank takes."""
+        return [weight.name for layer in self._layers for weight in layer.weights]
+
+    @torch.no_grad()
+    def weights(
+        self,
+        published: Published,
+        device: torch.device,
+        kept: dict[str, Tensor] | None = None,
+        *,
+        patched: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
         """This rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's slices
-        written."""
-        for layer, buckets in self._pulled(published):
-            matrices: dict[str, Tensor] = {}
-            by_name = {weight.name: weight for weight in layer.weights}
+        written.
+
+        kept: of whole shapes by name, in which they are written, and which stay; None: each is dropped after its layer.
+        patched: `kept` has what was published before, and patches will do: only layers in which something changed are
+        given.
+        """
+        for layer, buckets in self._pulled(published, patched):
+            matrices = {} if kept is None else kept
+            by_name, changed = {weight.name: weight for weight in layer.weights}, False
             for bucket in buckets:
-                for name, (r0, r1, c0, c1), part in self._as_sent(bucket):
-                    if name not in matrices:
-                        matrices[name] = torch.empty(by_name[name].matrix, dtype=part.dtype, device=device)
-                    matrices[name][r0:r1, c0:c1].copy_(part)
-            for weight in layer.weights:
-                yield weight.name, matrices.pop(weight.name).view(weight.shape)
+                for (name, _), part in zip(bucket.wanted, bucket.pulled.parts, strict=True):
+                    if name not in matrices and isinstance(part, Tensor):
+                        matrices[name] = torch.empty(by_name[name].shape, dtype=part.dtype, device=device)
+                found = [(matrices[name].view(by_name[name].matrix), box) for name, box in bucket.wanted]
+                changed |= self._write(bucket, [matrix[r0:r1, c0:c1] for matrix, (r0, r1, c0, c1) in found])
+            for weight in layer.weights if changed else ():
+                yield weight.name, matrices[weight.name] if kept is not None else matrices.pop(weight.name)
 
     @torch.no_grad()
     def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
         """Write what this rank needs into its live tensors. held: by name a tensor, and which elements of the weight it
-        holds. Checksums are of these tensors in the end."""
+        holds."""
         for _, buckets in self._pulled(published):
             for bucket in buckets:
-                views = [view_of(*held[name], box) for name, box in bucket.wanted]
-                for view, part in zip(views, bucket.pulled.parts, strict=True):
-                    source = part.pin_memory() if view.is_cuda else part
-                    view.copy_(source.view(view.shape), non_blocking=True)
-                self._compare(bucket, views)
+                self._write(bucket, [view_of(*held[name], box) for name, box in bucket.wanted])
 
-    def _pulled(self, published: Published) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
+    def _write(self, bucket: _Bucket, views: Sequence[Tensor]) -> bool:
+        """Write a bucket's slices where they belong; whether anything changed. What is compared are the checksums of
+        what lies there in the end."""
+        for view, part in zip(views, bucket.pulled.parts, strict=True):
+            if isinstance(part, Patch):
+                part.add_to(view)
+            else:
+                view.copy_((part.pin_memory() if view.is_cuda else part).view(view.shape), non_blocking=True)
+        if sent := bucket.pulled.sums:
+            names = [name for name, _ in bucket.wanted]
+            self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
+        return any(part.nbytes for part in bucket.pulled.parts)
+
+    def _pulled(self, published: Published, patched: bool = False) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
         """Layer by layer what this rank needs; the next buckets are requested while the last is used."""
         self.arrival = Arrival()
         asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
@@ -329,34 +416,21 @@ class WeightIntake:
 
             def ask() -> None:
                 if (request := next(asked, None)) is not None:
-                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums))
+                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums, patched))
 
             def buckets(layer: _Layer) -> Iterator[_Bucket]:
                 for rank, wanted in layer.in_turn(self._rank):
                     pulled = coming.popleft().result()
                     ask()
-                    self.received_bytes += self._exchange.record(published, rank, pulled, layer.group)
+                    if self._exchange.record(published, rank, pulled, layer.group):
+                        self.received_bytes += pulled.nbytes
+                        self.whole_bytes += pulled.whole_bytes
                     yield _Bucket(rank, wanted, pulled)
 
             for _ in range(AHEAD):
                 ask()
             for layer in self._layers:
                 yield layer, buckets(layer)
-
-    def _as_sent(self, bucket: _Bucket) -> Iterator[tuple[str, Box, Tensor]]:
-        """The boxes of a bucket, after comparing their checksums."""
-        pairs = zip(bucket.wanted, bucket.pulled.parts, strict=True)
-        parts = [part.view(box[1] - box[0], box[3] - box[2]) for (_, box), part in pairs]
-        self._compare(bucket, parts)
-        for (name, box), part in zip(bucket.wanted, parts, strict=True):
-            yield name, box, part
-
-    def _compare(self, bucket: _Bucket, views: Sequence[Tensor]) -> None:
-        """Record whether slices have the checksums that they had where they were cut."""
-        sent = bucket.pulled.sums
-        if sent:
-            names = [name for name, _ in bucket.wanted]
-            self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
 
 
 class _Bucket(NamedTuple):

@@ -6,6 +6,7 @@ of t_g (HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
 from workbench.resharding.engine import Arrival, ReshardingEngine, fill
+from workbench.resharding.patches import Choice, PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.weights import Weight, model_weights
@@ -90,6 +92,17 @@ class WeightTransitions:
         self._trainer, self._generator, self._spec, self._context = trainer, generator, spec, context
         self.slices = trained_slices(spec, context.layout)
         self._made: dict[str, WeightTransition] = {}
+        assert spec.generation is not None
+        self._choice, self._failed = Choice(spec.generation.sync), False
+
+    def forget(self) -> None:
+        """Send all whole the next time, as after a restored state."""
+        for transition in self._made.values():
+            transition.exchange.forget()
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(transition.exchange.kept_bytes for transition in self._made.values())
 
     def sync(self, strategy: str, noted: OpenSync) -> Metrics:
         """Give the engine the trainer's weights; the bytes that this moved on all ranks. noted: this rank's line of the
@@ -107,17 +120,27 @@ class WeightTransitions:
             plan = plan_of(config, layout, self._spec.generation, self._spec.dtype, strategy, self.slices)
             self._made[strategy] = WeightTransition(plan, communicator, checksums=self._spec.generation.check_sync)
         transition = self._made[strategy]
-        received, handed = transition.received_bytes, transition.handed_bytes
+        exchange, began = transition.exchange, time.perf_counter()
+        received, whole, handed = exchange.received_bytes, exchange.whole_bytes, transition.handed_bytes
+        if communicator.all_reduce_max(torch.tensor([int(self._failed)])).item():
+            self.forget()  # of a transition that did not end, ranks have kept what others have not
+        self._failed, patched = True, exchange.kept_bytes > 0 and self._choice.patches
+        exchange.begin(keeps=self._choice.patches)
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
         self._generator.update_weights(weights, self._trainer.steps)
         noted.strategy, arrival = strategy, Arrival()
         if self._spec.generation.check_sync:
             arrival = transition.arrival()
             noted.sent, noted.received = arrival.sent, arrival.received
-        noted.moved_bytes = transition.received_bytes - received
+        noted.moved_bytes, noted.whole_bytes = exchange.received_bytes - received, exchange.whole_bytes - whole
         noted.taken_bytes = transition.handed_bytes - handed
         noted.differ = tuple(f"{name} from rank {rank}" for name, rank in arrival.differ)
         everywhere = communicator.all_reduce(torch.tensor([noted.moved_bytes, len(noted.differ)])).tolist()
+        self._failed = bool(everywhere[1])
+        took_s = torch.tensor([time.perf_counter() - began, float(patched)], dtype=torch.float64)
+        seconds, patched = communicator.all_reduce_max(took_s).tolist()
+        if patched or not exchange.keeps:
+            self._choice.note(seconds, patched=bool(patched))
         if everywhere[1]:
             self._generator.weights_version = -1
             raise self._not_as_sent(transition, arrival)
@@ -149,13 +172,14 @@ class WeightTransition:
 
     def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
         self.plan, self.handed_bytes = plan, 0
-        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, communicator, checksums=checksums)
+        self.exchange = PatchingExchange(communicator)
+        self._rank, self._engine = communicator.rank, ReshardingEngine(plan, self.exchange, checksums=checksums)
         self._by_name = {weight.name: weight for weight in plan.weights}
         self.kept_twice_bytes = int(plan.figures().kept_twice.sum())
 
     @property
     def received_bytes(self) -> int:
-        return self._engine.received_bytes
+        return self.exchange.received_bytes
 
     @torch.no_grad()
     def weights(self, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

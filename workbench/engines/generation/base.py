@@ -286,13 +286,21 @@ class GenerationEngine(ABC):
         """`log_probs` of tokens that are checked."""
 
     @abstractmethod
-    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+    def update_weights(
+        self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
+    ) -> int:
         """Take new weights (transformers' names) in place, drop stale caches, return bytes taken.
 
         Each in the shape of the whole weight. A rank of a tensor group reads only its own slices of it: the rest may be
-        uninitialised memory. After an error, that of the iterator included, weights are mixed; a complete update
-        repairs them.
+        uninitialised memory. partial: only layers come in which something changed, each with all of its weights. After
+        an error, that of the iterator included, weights are mixed; a complete update repairs them.
         """
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """The tensors that the engine computes with, by transformers' names, where it takes new weights by writing into
+        them and does nothing else: who writes there himself ends with an empty partial `update_weights`. Empty where it
+        keeps weights in another form, or has none now."""
+        return {}
 
     def readable_weights(self) -> Mapping[str, Tensor]:
         """The weights that can be read in place, live, by transformers' names: not those that an engine has fused,

@@ -356,7 +356,9 @@ class TransformersEngine(GenerationEngine):
         return logits.float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
     @torch.no_grad()
-    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+    def update_weights(
+        self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
+    ) -> int:
         """See the base class. Raises `SyncError` when names do not match the model's."""
         taken = 0
         self.weights_version = -1  # until every weight is there
@@ -375,7 +377,7 @@ class TransformersEngine(GenerationEngine):
                 mine[name].copy_(weight)
                 missing.pop(id(mine[name]), None)
                 taken += mine[name].nbytes
-            if missing:
+            if missing and not partial:
                 raise SyncError(
                     f"{len(missing)} weights did not arrive, {next(iter(missing.values()))!r} among them",
                     "a sync brings every weight of the model",
@@ -389,6 +391,10 @@ class TransformersEngine(GenerationEngine):
             module = nn.ModuleDict({"model": self._model})
             return {name: module.get_parameter(own) for own, name in adapter_names(module).items()}
         return dict(self._model.named_parameters(remove_duplicate=False))
+
+    def live_weights(self) -> dict[str, Tensor]:
+        alone = self._owns_model and not self.takes_adapter and not self.lacks_weights
+        return dict(self._model.named_parameters(remove_duplicate=False)) if alone else {}
 
     def memory_bytes(self) -> dict[str, int]:
         """The key-value cache lives only while a batch is decoded; a live module's weights are the trainer's."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -302,7 +303,9 @@ class VllmEngine(GenerationEngine):
         return torch.tensor([entry[token].logprob for token, entry in zip(token_ids[1:], entries, strict=True)])
 
     @torch.no_grad()
-    def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+    def update_weights(
+        self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
+    ) -> int:
         taken = 0
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -318,17 +321,20 @@ class VllmEngine(GenerationEngine):
                 give_adapter(self._runner, dict(counted()), self._lora, self._dtype)
                 self._adapter = request()
             elif self._copies is None:
-                self._load_again(counted())
+                self._load_again(counted(), partial)
             else:
-                self._copies.run(counted())
+                self._copies.run(counted(), partial)
                 if not self._on_cpu:  # the span of a sync ends when the copies have ended, not when they were asked for
                     torch.cuda.current_stream().synchronize()
         self.weights_version = version
         return taken
 
-    def _load_again(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """vLLM's own reload; the first time it is also used to find a faster way, see `WeightCopies`."""
+    def _load_again(self, weights: Iterator[tuple[str, Tensor]], partial: bool) -> None:
+        """vLLM's own reload; the first time it is also used to find a faster way, see `WeightCopies`. partial: layers
+        that do not come stay as they are, packed copies included."""
         shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
+        # it warns of every layer that stays
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR if partial else 0)
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights:
@@ -356,6 +362,9 @@ class VllmEngine(GenerationEngine):
     @property
     def _runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def live_weights(self) -> dict[str, Tensor]:
+        return self._copies.places() if self._copies and not self.lacks_weights else {}
 
     def readable_weights(self) -> Mapping[str, Tensor]:
         if self._settings.tensor_parallel_size > 1:

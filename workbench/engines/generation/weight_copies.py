@@ -59,8 +59,8 @@ class WeightCopies:
         return cls({name: recorder.slices.get(name, []) for name in shapes}, shapes)
 
     @torch.no_grad()
-    def run(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy, and cast. Raises `SyncError` unless exactly the known weights arrive."""
+    def run(self, named_weights: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
+        """Copy, and cast. Raises `SyncError` unless exactly the known weights arrive; partial: some of them."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         waiting, missing = 0, set(self._shapes)
@@ -81,7 +81,7 @@ class WeightCopies:
                 targets, sources, waiting = [], [], 0
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        if missing:
+        if missing and not partial:
             raise SyncError(
                 f"{len(missing)} weights did not arrive, {min(missing)!r} among them",
                 "a sync brings every weight of the model",

@@ -4,6 +4,7 @@ for rollout workers in another pool."""
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self.tokenizer = load_tokenizer(spec.name)
         super().__init__(spec, context, log_probs_of(model, spec))
         self._restored = 0
+        # what rollout workers were sent, where they are sent patches: its key, and this rank's part
+        self._kept: tuple[str, dict[str, Tensor]] = "", {}
         if not context.waits:
             self.begin()
 
@@ -76,7 +79,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             del self.generator, self.transitions
             gc.collect()
         super().change(spec)
-        self._moved = True
+        self._moved, self._kept = True, ("", {})
         self.begin()
 
     def trained(self) -> tuple[int, int]:
@@ -116,7 +119,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self._restored += 1
+        self._kept = "", {}
         if self.spec.generation is not None:
+            self.transitions.forget()
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
     def before_rollouts(self) -> None:
@@ -222,12 +227,15 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         )
 
     @register(ONE_TO_ALL)
-    def publish_weights(self, key: str, *, weights: bool = True, probe: bool = True, merged: bool = False) -> None:
+    def publish_weights(
+        self, key: str, *, weights: bool = True, probe: bool = True, merged: bool = False, keep: bool | None = None
+    ) -> None:
         """Keep a copy of the current weights, in the role's dtype, for workers of other roles. Together the ranks keep
         one copy, in host memory, until it is released; training goes on.
 
         key: its name. weights, probe: whether to publish the weights, and the trainer's log-probabilities of the probe.
         merged: of an actor with an adapter its sum with the model; else the adapter alone, as the engine has the model.
+        keep: compare it with what was kept, and keep it instead; False: forget what was kept; None: leave that.
         `lab.actor.sync_weights`, `lab.refresh_reference` and the like call and release it.
         """
         assert self.spec.dtype is not None
@@ -243,6 +251,9 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             if weights:
                 slices = self.context.groups.model_parallel
                 held = self.engine.local_weights() if slices else self.engine.named_weights()
+        since, kept = self._kept if keep else ("", {})
+        if keep is not None:
+            self._kept = "", {}  # until the new one is complete
         ids = self._probe_ids() if probe else empty
         contents = Contents(
             version=self.engine.steps,
@@ -253,6 +264,17 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             aliases=module.aliases,
             vocabulary=module.vocabulary,
             log_probs_without=self._log_probs_without(ids) if probe and alone else None,
+            keeps=bool(keep) and not alone,
+            since=since,
         )
-        snapshot = take_snapshot(held, model, layout, self.context.communicator.rank, dtype, contents)
-        self.context.exchange.publish(key, snapshot)
+        rank, began = self.context.communicator.rank, time.perf_counter()
+        snapshot = take_snapshot(held, model, layout, rank, dtype, contents, kept if contents.keeps else None)
+        if contents.keeps:
+            self._kept = key, kept
+        contents = replace(contents, took_s=time.perf_counter() - began)
+        self.context.exchange.publish(key, replace(snapshot, contents=contents))
+
+    def memory_bytes(self) -> dict[str, int]:
+        kept = sum(tensor.nbytes for tensor in self._kept[1].values())
+        kept += 0 if self.spec.generation is None else self.transitions.kept_bytes
+        return {**super().memory_bytes(), **({"kept_weights": kept} if kept else {})}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from workbench.errors import BadInput, SyncError
@@ -30,6 +32,7 @@ from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.weight_exchange import (
     Contents,
     Published,
+    SyncCost,
     WeightIntake,
     plan_of_taking,
     uncut_weights,
@@ -70,6 +73,9 @@ class RolloutWorker(SamplingWorker):
         super().__init__(spec, context)
         self.tokenizer = load_tokenizer(spec.name)
         self._trained = (0, 0)
+        # what it has, where the actor keeps that to send patches: its key, and a copy that an engine in which weights
+        # have another form does not keep
+        self._has, self._kept = "", dict[str, Tensor]()
         self._intakes: dict[tuple[Layout, Layout], WeightIntake] = {}
         if not context.waits:
             self.begin()
@@ -92,25 +98,44 @@ class RolloutWorker(SamplingWorker):
                 "lab.actor.sync_weights()",
             )
 
+    def memory_bytes(self) -> dict[str, int]:
+        kept = sum(tensor.nbytes for tensor in self._kept.values())
+        return {**super().memory_bytes(), **({"kept_weights": kept} if kept else {})}
+
     @register(ONE_TO_ALL)
-    def receive_weights(self, published: Published) -> None:
-        """Take the weights that the actor has published, as part of `sync_weights`. After an error no rank has weights
-        to generate with, until the next call succeeds."""
+    def receive_weights(self, published: Published) -> SyncCost:
+        """Take the weights that the actor has published, as part of `sync_weights`; what it took. After an error no
+        rank has weights to generate with, until the next call succeeds, which is then sent all."""
         assert self.spec.generation is not None
         communicator, found, adapter = self.context.communicator, list[Contents](), dict[str, Tensor]()
+        has, self._has, began = self._has, "", time.perf_counter()
 
         def take() -> list[int]:
             found.append(self.context.exchange.contents(published))
             self._trained = noted.trained_version, noted.restored = found[0].version, found[0].restored
             noted.version = noted.trained_version
             intake = self._intake(published, found[0], self.layout)
-            before = intake.received_bytes
-            weights: Iterable[tuple[str, Tensor]] = intake.weights(published, self.context.device)
+            before, whole = intake.received_bytes, intake.whole_bytes
+            keeps = found[0].keeps and self.spec.adapter is None
+            live = self._live(intake.names) if keeps else {}
+            if live or not keeps:
+                self._kept.clear()
+            kept = (live or self._kept) if keeps else None
+            patched = bool(kept) and has == found[0].since != "" and not self._moved
+            patched = patched and self.generator.weights_version >= 0
+            weights: Iterable[tuple[str, Tensor]] = intake.weights(
+                published, self.context.device, kept, patched=patched
+            )
             if self.spec.adapter is not None:
                 adapter.update(weights)
                 weights = adapter.items()
-            noted.taken_bytes = self.generator.update_weights(weights, found[0].version)
-            noted.moved_bytes = intake.received_bytes - before
+            if live:
+                noted.taken_bytes = sum(weight.nbytes for _, weight in weights)
+                weights = ()
+            taken = self.generator.update_weights(weights, found[0].version, partial=patched or bool(live))
+            noted.taken_bytes += taken
+            noted.moved_bytes, noted.whole_bytes = intake.received_bytes - before, intake.whole_bytes - whole
+            noted.strategy = "patches" if patched else ""
             self._require_as_sent(intake.arrival, noted)
             return [noted.moved_bytes]
 
@@ -137,6 +162,18 @@ class RolloutWorker(SamplingWorker):
                 raise
         self.sync_metrics.note(metrics)
         self._moved = False
+        if found[0].keeps:
+            self._has = published.key
+        return SyncCost(
+            patched=noted.strategy != "", kept=found[0].keeps, moved_bytes=noted.moved_bytes,
+            whole_bytes=noted.whole_bytes, seconds=found[0].took_s + time.perf_counter() - began,
+        )  # fmt: skip
+
+    def _live(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The engine's own weights, where what comes can be written there."""
+        assert self.spec.dtype is not None
+        live, dtype = self.generator.live_weights(), getattr(torch, self.spec.dtype)
+        return live if all(name in live and live[name].dtype == dtype for name in names) else {}
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
         """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""
@@ -176,6 +213,7 @@ class RolloutWorker(SamplingWorker):
         """Compare the weights of the generation engine with the trainer's, after a sync if one is due. published:
         filled in by the controller."""
         assert published is not None
+        self._has = ""  # the engine is given others, and these again
         return compare_weights(self._trainer_weights(published), self.generator)
 
     def _trainer_weights(self, published: Published, contents: Contents | None = None) -> TrainerWeights:

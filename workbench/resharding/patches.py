@@ -1,0 +1,265 @@
+"""What changed of a weight between two versions: found by its bits, sent in few bytes, exact.
+
+At the learning rates of RL an optimizer step leaves most bfloat16 weights as they are, since it lies below their
+rounding (verl's delta weight sync; PULSE, arXiv:2602.03839). A patch has the positions of those that changed, and by
+how much their bits did, both in the fewest bytes:
+
+    positions     the gap to the one before in a byte, 255 for as many and more to come; or a bit for each element
+    differences   of the bits read as integers, in the smallest integers that hold them: a step of one rounding is 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.resharding.boxes import Box
+from workbench.resharding.engine import INTEGERS, Exchange
+from workbench.resharding.plan import WeightShard
+from workbench.settings.engines import SyncMode
+
+# Elements that are compared at a time: both versions stay in a processor's cache.
+CHUNK = 2**18
+# A weight of which a larger share changed is sent whole.
+MOST = 0.5
+HEAD_BYTES = 12
+# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
+TRIALS = 3
+NONE = np.zeros(0, np.int8)
+
+
+class Change(NamedTuple):
+    """positions: of the elements that changed, in order, counted over a flat tensor. differences: of their bits, new
+    less old, as integers of the tensor's own size, which wrap around."""
+
+    positions: np.ndarray
+    differences: np.ndarray
+
+    def within(self, shard: WeightShard, box: Box) -> Change:
+        """The part of a shard's change that lies in a box, which lies in one of the shard's; positions are the
+        box's."""
+        start = 0
+        for r0, r1, c0, c1 in shard.boxes:
+            width, wanted = c1 - c0, box[3] - box[2]
+            if r0 <= box[0] and box[1] <= r1 and c0 <= box[2] and box[3] <= c1:
+                rows = [start + (row - r0) * width for row in box[:2]]
+                part = slice(*np.searchsorted(self.positions, rows))
+                positions, differences = self.positions[part] - rows[0], self.differences[part]
+                if wanted < width:
+                    row, column = np.divmod(positions, width)
+                    inside = (column >= box[2] - c0) & (column < box[3] - c0)
+                    positions, differences = (row * wanted + column - (box[2] - c0))[inside], differences[inside]
+                return Change(positions, differences)
+            start += (r1 - r0) * width
+        raise ValueError(f"{box} lies in none of {shard.boxes}")
+
+
+@torch.no_grad()
+def change(old: Tensor, new: Tensor) -> Change | None:
+    """What makes the bits of `new` of those of `old`, both contiguous and of one shape, dtype and device; None where
+    more than `MOST` of the elements changed."""
+    a, b = (_bits(tensor).view(-1) for tensor in (old, new))
+    if a.is_cuda:
+        where = (a != b).nonzero()[:, 0]
+        few = len(where) <= MOST * len(a)
+        return Change(where.cpu().numpy(), (b[where] - a[where]).cpu().numpy()) if few else None
+    positions, differences, found = [NONE], [NONE], 0
+    for start in range(0, len(a), CHUNK):
+        x, y = (bits[start : start + CHUNK].numpy() for bits in (a, b))
+        at = _differing(x, y)
+        found += len(at)
+        if found > MOST * (start + len(x)):
+            return None
+        positions.append(at + start)
+        differences.append(y[at] - x[at])
+    return Change(np.concatenate(positions), np.concatenate(differences))
+
+
+def _differing(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Where two flat arrays of integers differ. Eight bytes are compared at once, as few differ."""
+    each = 8 // x.itemsize
+    if len(x) % each:
+        return np.flatnonzero(x != y)
+    words = np.flatnonzero(x.view(np.int64) != y.view(np.int64))
+    inside = np.flatnonzero(x.reshape(-1, each)[words] != y.reshape(-1, each)[words])
+    return words[inside // each] * each + inside % each
+
+
+class Patch(NamedTuple):
+    """A `Change` on its way. elements: of the slice. at: bytes of gaps, or of bits. item_bytes: of an element."""
+
+    elements: int
+    item_bytes: int
+    at: np.ndarray
+    is_bitmap: bool
+    differences: np.ndarray
+
+    @classmethod
+    def of(cls, change: Change, elements: int) -> Patch:
+        positions, differences = change
+        gaps = np.diff(positions, prepend=-1) - 1
+        jumps = gaps // 255
+        if is_bitmap := len(gaps) + int(jumps.sum()) > -(-elements // 8):
+            bits = np.zeros(elements, np.bool_)
+            bits[positions] = True
+            at = np.packbits(bits)
+        else:
+            at = np.full(len(gaps) + int(jumps.sum()), 255, np.uint8)
+            at[np.cumsum(jumps + 1) - 1] = gaps % 255
+        least, most = (int(differences.min()), int(differences.max())) if len(differences) else (0, 0)
+        small = next(t for t in ("i1", "i2", "i4", "i8") if np.iinfo(t).min <= least and most <= np.iinfo(t).max)
+        return cls(elements, differences.itemsize, at, is_bitmap, differences.astype(small))
+
+    def as_bytes(self) -> np.ndarray:
+        """With what tells its parts apart, in one array of bytes."""
+        head = np.array([len(self.at), self.is_bitmap, self.differences.itemsize], np.int32)
+        return np.concatenate([part.view(np.uint8) for part in (head, self.at, self.differences)])
+
+    @classmethod
+    def from_bytes(cls, message: np.ndarray, elements: int, item_bytes: int) -> Patch:
+        (length, is_bitmap, small), body = message[:HEAD_BYTES].view(np.int32).tolist(), message[HEAD_BYTES:]
+        differences = np.frombuffer(body[length:].tobytes(), f"i{small}")
+        return cls(elements, item_bytes, body[:length], bool(is_bitmap), differences)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.at.nbytes + self.differences.nbytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.elements * self.item_bytes
+
+    @torch.no_grad()
+    def add_to(self, view: Tensor) -> None:
+        """Make the new version of the old one in place. view: of the slice, [rows, columns]."""
+        if self.is_bitmap:
+            positions = np.flatnonzero(np.unpackbits(self.at, count=self.elements))
+        else:
+            ends = np.flatnonzero(self.at != 255)
+            positions = np.cumsum(self.at, dtype=np.int64)[ends] + np.arange(len(ends))
+        differences = self.differences.astype(f"i{self.item_bytes}")
+        bits = _bits(view)
+        if view.is_cuda:
+            at = torch.from_numpy(positions).to(view.device)
+            bits[at // view.shape[1], at % view.shape[1]] += torch.from_numpy(differences).to(view.device)
+        elif view.is_contiguous():
+            bits.view(-1).numpy()[positions] += differences
+        else:
+            bits.numpy()[np.divmod(positions, view.shape[1])] += differences
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+class PatchingExchange:
+    """An `Exchange` that sends patches of weights, where both ends kept what went there before.
+
+    Messages are told apart by their order, which is the same each time. received_bytes: so far; whole_bytes: of what
+    these were or patched.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.rank, self.world_size = exchange, exchange.rank, exchange.world_size
+        self.received_bytes, self.whole_bytes, self.keeps = 0, 0, False
+        self._sent: dict[tuple[int, int], Tensor] = {}
+        self._received: dict[tuple[int, int], Tensor] = {}
+        self._calls = 0
+
+    def begin(self, *, keeps: bool) -> None:
+        """Before each transition. keeps: whether to keep what goes, for patches the next time."""
+        self.keeps, self._calls = keeps, 0
+        if not keeps:
+            self.forget()
+
+    def forget(self) -> None:
+        """Send all whole the next time; every rank does so at the same time."""
+        self._sent, self._received = {}, {}
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(tensor.nbytes for kept in (self._sent, self._received) for tensor in kept.values())
+
+    @torch.no_grad()
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
+    ) -> None:
+        if not weights:
+            self._exchange.exchange(sends, receives)
+            return
+        arriving = receives
+        if self.keeps:
+            self._calls += 1
+            known: dict[int, Tensor] = {}  # one message may go to several ranks
+            for n, (_, tensor) in enumerate(sends):
+                if id(tensor) not in known:
+                    known[id(tensor)] = self._message((self._calls, n), tensor)
+            sends = [(rank, known[id(tensor)]) for rank, tensor in sends]
+            sizes = [(rank, torch.zeros(1, dtype=torch.int64, device=tensor.device)) for rank, tensor in receives]
+            mine = [(rank, torch.tensor([len(message)], device=message.device)) for rank, message in sends]
+            self._exchange.exchange(mine, sizes)
+            arriving = [
+                (rank, torch.empty(int(size), dtype=torch.uint8, device=tensor.device))
+                for (rank, size), (_, tensor) in zip(sizes, receives, strict=True)
+            ]
+        self._exchange.exchange(sends, arriving, weights)
+        self.received_bytes += sum(tensor.nbytes for _, tensor in arriving)
+        self.whole_bytes += sum(tensor.nbytes for _, tensor in receives)
+        for n, ((_, tensor), (_, message)) in enumerate(zip(receives, arriving, strict=True) if self.keeps else ()):
+            self._arrived((self._calls, n), tensor, message)
+
+    def _message(self, key: tuple[int, int], tensor: Tensor) -> Tensor:
+        """What is sent in a tensor's place, as bytes; it is kept."""
+        before = self._sent.get(key)
+        if before is None:
+            self._sent[key] = tensor.flatten().clone()
+            return self._sent[key].view(torch.uint8)
+        found = change(before, tensor)
+        before.copy_(tensor.flatten())
+        if found is not None:
+            patch = Patch.of(found, tensor.numel())
+            if patch.nbytes + HEAD_BYTES < tensor.nbytes:
+                return torch.from_numpy(patch.as_bytes()).to(tensor.device)
+        return before.view(torch.uint8)
+
+    def _arrived(self, key: tuple[int, int], target: Tensor, message: Tensor) -> None:
+        if message.nbytes == target.nbytes:
+            self._received[key] = message.view(target.dtype)
+        else:
+            patch = Patch.from_bytes(message.cpu().numpy(), target.numel(), target.element_size())
+            patch.add_to(self._received[key].view(1, -1))
+        target.copy_(self._received[key].view(target.shape))
+
+
+class Choice:
+    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
+    `TRIALS` each, patches first."""
+
+    def __init__(self, mode: SyncMode) -> None:
+        self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
+
+    @property
+    def patches(self) -> bool:
+        patched, whole = self._took_s[True], self._took_s[False]
+        if self._mode != "auto" or len(patched) < TRIALS:
+            return self._mode != "whole"
+        return len(whole) >= TRIALS and median(patched) < median(whole)
+
+    def note(self, seconds: float, *, patched: bool) -> None:
+        """What a sync took. A whole one for which something was kept is not to be noted: it takes more than others."""
+        self._took_s[patched].append(seconds)
+
+
+def patch_bytes(elements: float, changed: float, item_bytes: int) -> float:
+    """The bytes of a patch of a slice of which so many elements changed, anywhere, by one rounding each: what a plan of
+    whole slices becomes. A gap of more than 255 takes more bytes."""
+    if changed > MOST * elements:
+        return elements * item_bytes
+    kept = 1 - changed / max(elements, 1)
+    jumps = kept**255 / (1 - kept**255) if kept < 1 else 0.0
+    return min(changed * (1 + jumps), elements / 8) + changed
