@@ -64,7 +64,7 @@ EVERY_S = 2.0
 # Use -> hatch; the colour is that of the role.
 USE_HATCHES = {
     "parameters": "", "gradients": "/", "optimizer": "\\", "generation weights": "-", "generation kv_cache": "|",
-    "batches": "x", "published weights": "+",
+    "batches": "x", "published weights": "+", "sync_copy": ".",
 }  # fmt: skip
 OTHER = Stroke("#8c8c8c")
 PEAK = Stroke("#222222", marker="diamond")

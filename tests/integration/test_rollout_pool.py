@@ -71,9 +71,9 @@ def open_lab(
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     """Two tensor ranks train; two ranks generate as one with vLLM, or each by itself without."""
-    generation = wb.Generation(engine="transformers", max_model_tokens=128)
+    generation = wb.Generation(engine="transformers", max_model_tokens=128, sync="whole")
     if importlib.util.find_spec("vllm") is not None:
-        generation = wb.Generation(tensor_parallel_size=2, max_model_tokens=128, kv_cache_gib=0.05)
+        generation = wb.Generation(tensor_parallel_size=2, max_model_tokens=128, kv_cache_gib=0.05, sync="whole")
     training = wb.Training(engine="torch", learning_rate=1e-2)
     with open_lab("cut-pools", tmp_path_factory.mktemp("runs"), training, generation, wb.Layout(1, 2, 1)) as lab:
         yield lab
@@ -186,7 +186,7 @@ def test_a_rollout_host_that_dies_takes_no_actor_with_it(
 def test_weights_that_zero_has_sharded_arrive(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     training = wb.Training(zero_stage=3, learning_rate=1e-2)
-    generation = wb.Generation(engine="transformers", max_model_tokens=128)
+    generation = wb.Generation(engine="transformers", max_model_tokens=128, sync="whole")
     with open_lab("zero-pools", tmp_path, training, generation, wb.Layout(d=2)) as lab:
         three_updates(lab)
         sent = lab.traffic("weights").matrix.loc[["train-0", "train-1"], ["rollout-0", "rollout-1"]].to_numpy()

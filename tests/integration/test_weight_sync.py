@@ -29,8 +29,8 @@ PROMPTS: Table = {
     "prompt_uid": torch.arange(5),
     "prompt": [str(n) for n in range(5)],
 }
-GROUPS = wb.Generation(engine="vllm", tensor_parallel_size=2, max_model_tokens=64, kv_cache_gib=0.05)
-ALONE = wb.Generation(engine="transformers", max_model_tokens=64)
+GROUPS = wb.Generation(engine="vllm", tensor_parallel_size=2, max_model_tokens=64, kv_cache_gib=0.05, sync="whole")
+ALONE = wb.Generation(engine="transformers", max_model_tokens=64, sync="whole")
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 

@@ -263,9 +263,15 @@ class Description:
                 generation=model.generation if role in ("actor", ROLLOUT) else None,
                 adapter=model.adapter,
                 samples_only=role == ROLLOUT,
+                publishes=role == "actor" and model.adapter is None and self._rollouts_take_patches,
                 automatic_tokens=AUTOMATIC_TOKENS[self.device],
             )
         return found
+
+    @property
+    def _rollouts_take_patches(self) -> bool:
+        generation = self.models[ROLLOUT].generation if ROLLOUT in self.models else None
+        return generation is not None and generation.sync != "whole"
 
     def rooms(self) -> dict[str, Room]:
         """What decides the automatic sizes of each role on its GPUs; empty on a CPU, and for roles of which nothing is

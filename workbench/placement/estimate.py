@@ -396,7 +396,7 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
     """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
-    unsure = {"generation_kv_cache"} if estimate.device == "cpu" else set()
+    unsure = {"sync_copy", *(["generation_kv_cache"] if estimate.device == "cpu" else [])}
     found = Counter[tuple[str, str]]()
     for tenant in estimate.tenants:
         for use in (*LASTING, *PASSING) if tenant.device in devices else ():

@@ -52,7 +52,7 @@ LOGIT_COPIES, SCORED_ROWS = 3, 1024
 # Its CUDA graphs.
 GRAPHS_BYTES = GIB // 2
 
-LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache")
+LASTING = ("parameters", "optimizer", "kept_gradients", "generation_weights", "generation_kv_cache", "sync_copy")
 PASSING = ("gradients", "activations")
 
 
@@ -62,7 +62,8 @@ class RankMemory:
 
     parameters, optimizer, kept_gradients: between updates, from the first one on. gradients: beside these, when those
     of an update are complete. generation_weights, generation_kv_cache: of a generation engine that keeps them; the
-    cache at most. activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered
+    cache at most. sync_copy: what weight syncs may keep of the last one, for patches; only where there is room.
+    activations: a bound of what a pass needs beside all that, see `activation_bytes`, with gathered
     weights, the buckets in which gradients are summed, and a cache that exists only while the engine decodes. decoding:
     of them, those of the generation engine. may_be_mapped: of the parameters, those that a CPU host may map from the
     file, without memory of their own.
@@ -74,6 +75,7 @@ class RankMemory:
     gradients: int = 0
     generation_weights: int = 0
     generation_kv_cache: int = 0
+    sync_copy: int = 0
     activations: int = 0
     decoding: int = 0
     may_be_mapped: int = 0
@@ -98,7 +100,8 @@ class RankMemory:
     def certain(self, *, on_cpu: bool) -> int:
         """The least of what lasts: a CPU allocates memory when it is written, so that a cache may stay small, and
         weights that are mapped from a file may be shared."""
-        return self.lasting - (self.generation_kv_cache + self.may_be_mapped if on_cpu else 0)
+        unsure = self.generation_kv_cache + self.may_be_mapped if on_cpu else 0
+        return self.lasting - self.sync_copy - unsure
 
     @property
     def passing(self) -> int:
@@ -167,6 +170,7 @@ def rank_memory(role: RoleModel, layout: Layout, rank: int, *, cache_bytes: int 
         gradients=gradients,
         generation_weights=generation_weights,
         generation_kv_cache=generation_kv_cache,
+        sync_copy=sync_copy_bytes(role, layout, rank, stage, on_cpu=cache_bytes is None),
         activations=max(activation_bytes(role, layout, rank) + extra, decoding),
         decoding=decoding,
         may_be_mapped=0 if unmapped or stage == 3 else kept * role.frozen_bytes,
@@ -287,6 +291,20 @@ def engine_bytes(role: RoleModel, layout: Layout, stage: int, rank: int, cache_b
         return (role.weights.nbytes + role.adapter_bytes if own else 0), 0
     weights = vllm_weight_bytes(role, rank % settings.tensor_parallel_size, on_cpu=cache_bytes is None)
     return weights, int(settings.kv_cache_gib * GIB) if cache_bytes is None else cache_bytes
+
+
+def sync_copy_bytes(role: RoleModel, layout: Layout, rank: int, stage: int, *, on_cpu: bool) -> int:
+    """What a rank may keep of the last weight sync, for patches: an actor what it published, a rollout worker what its
+    engine has in another form, ranks that cut the actor what went between them, at most. stage: of ZeRO."""
+    settings = role.generation
+    if role.publishes:
+        return sum(size for _, size in local_sizes(role.weights, layout, rank)) * role.frozen_bytes // layout.d
+    if settings is None or settings.sync == "whole" or role.adapter is not None:
+        return 0
+    t_g = settings.tensor_parallel_size
+    if role.samples_only:
+        return role.weights.nbytes // t_g if settings.engine == "vllm" and (on_cpu or t_g > 1) else 0
+    return role.weights.nbytes // t_g if layout.p * layout.t > 1 or (stage == 3 and layout.d > 1) else 0
 
 
 def row_bytes(role: RoleModel) -> int:

@@ -35,7 +35,8 @@ class RoleModel:
 
     head: as of `model_weights`. dtype: in which it computes. training: also of a role that is only run, for its
     micro-batches. trained: whether its weights, or its adapter's, change. generation: of roles that generate.
-    samples_only: of rollout workers, which hold only the engine. automatic_tokens: of a micro-batch, where `training`
+    samples_only: of rollout workers, which hold only the engine; publishes: of their
+    actor, which keeps for them what it published last. automatic_tokens: of a micro-batch, where `training`
     does not set them.
     """
 
@@ -47,6 +48,7 @@ class RoleModel:
     generation: Generation | None = None
     adapter: LoRA | None = None
     samples_only: bool = False
+    publishes: bool = False
     automatic_tokens: int = AUTOMATIC_TOKENS["cpu"]
 
     def __hash__(self) -> int:  # its settings may not be hashable

@@ -30,7 +30,7 @@ from workbench.telemetry.memory import MemoryReading, capacity_bytes
 from workbench.telemetry.store import MOVES, TelemetryStore
 
 # In the order of `topology`'s columns; a role that lacks one has 0 bytes.
-USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache")
+USES = ("parameters", "gradients", "optimizer", "generation_weights", "generation_kv_cache", "sync_copy")
 ANSWER_S = 2.0  # for how long a picture of memory waits for a host
 
 

@@ -277,4 +277,4 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def memory_bytes(self) -> dict[str, int]:
         kept = sum(tensor.nbytes for tensor in self._kept[1].values())
         kept += 0 if self.spec.generation is None else self.transitions.kept_bytes
-        return {**super().memory_bytes(), **({"kept_weights": kept} if kept else {})}
+        return {**super().memory_bytes(), **({"sync_copy": kept} if kept else {})}

@@ -100,7 +100,7 @@ class RolloutWorker(SamplingWorker):
 
     def memory_bytes(self) -> dict[str, int]:
         kept = sum(tensor.nbytes for tensor in self._kept.values())
-        return {**super().memory_bytes(), **({"kept_weights": kept} if kept else {})}
+        return {**super().memory_bytes(), **({"sync_copy": kept} if kept else {})}
 
     @register(ONE_TO_ALL)
     def receive_weights(self, published: Published) -> SyncCost:
