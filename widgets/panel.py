@@ -44,6 +44,7 @@ class Front(anywidget.AnyWidget):
     again = traitlets.Unicode().tag(sync=True)  # how to have it again, for a page whose kernel is gone
     shown = traitlets.Unicode().tag(sync=True)
     sticks = traitlets.Bool().tag(sync=True)  # to the top of the notebook
+    own = traitlets.Unicode().tag(sync=True)  # its `model_id`
 
 
 class Panel:
@@ -146,7 +147,10 @@ class Panel:
             titles = [[view.name, view.title, view.script] for view in self.views.values()]
             alone = len(self.views) == 1 and self.views[self.shown].sticks
             hides = self._saved.hides(list(self.views.values()))
-            self._front = Front(titles=titles, shown=self.shown, hides=hides, again=again(self.lab), sticks=alone)
+            own = self._saved.name
+            self._front = Front(
+                titles=titles, shown=self.shown, hides=hides, again=again(self.lab), sticks=alone, own=own, model_id=own
+            )
             if in_notebook():
                 # exit handlers run last registered first: that of pyzmq, after which no message of 64 kB or more can be
                 # sent, must come after ours, and it is registered with this import

@@ -10,22 +10,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from workbench.display.html import Markup, kv, table
+from workbench.display.palette import Scale
 from workbench_widgets.sample_rows import MEANINGS, Sample, common, token_texts, up_to
 from workbench_widgets.view import button
 
 if TYPE_CHECKING:
     from workbench_widgets.samples import Looked, Samples
 
-BELOW, ABOVE, UNLIKELY = "#0072b2", "#e69f00", "#009e73"
-STRONGEST = 0.62  # beyond it text is hard to read on the page
 BEYOND = 0.02  # the share of numbers that a scale may leave outside, so that one of them does not pale all others
 WINDOW = 400  # tokens that are drawn at a time
 SHORT, LONG = 48, 3000  # characters of a text in a cell, and of a prompt above its response
@@ -215,36 +213,6 @@ def _facts(sample: Sample, columns: Mapping[str, Tensor], at: int) -> str:
 
 
 # --- numbers as colours -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How a number becomes a colour.
-
-    "diverging": blue below 0, orange above it, strongest at `limit` and beyond. "ratio": so around 1, by the logarithm,
-    whose limit it is. "sequential": from 0, without colour, down to -limit, in green: log-probabilities.
-    """
-
-    kind: Literal["diverging", "ratio", "sequential"]
-    limit: float
-
-    def place(self, value: float) -> float:
-        """Where a number is on the scale: from -1 to 1, 0 without colour; NaN for none."""
-        if math.isnan(value):
-            return math.nan
-        if self.kind == "ratio":
-            value = math.log(value) if value > 0 else -math.inf
-        return max(-1.0, min(0.0 if self.kind == "sequential" else 1.0, value / self.limit))
-
-    def at(self, place: float) -> float:
-        return math.exp(place * self.limit) if self.kind == "ratio" else place * self.limit
-
-    def colour(self, value: float) -> str:
-        """As #rrggbbaa; "" for no colour."""
-        place = self.place(value)
-        strength = 0 if math.isnan(place) else round(abs(place) * STRONGEST * 255)
-        hue = UNLIKELY if self.kind == "sequential" else BELOW if place < 0 else ABOVE
-        return f"{hue}{strength:02x}" if strength else ""
 
 
 def scale_of(name: str, values: Sequence[Tensor]) -> Scale:

@@ -42,7 +42,7 @@ class View:
 
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
-        self.turn: Callable[..., object] = _no_other_view  # set by the panel: turn(name, **given) shows another view
+        self.turn: Callable[..., object]  # set by the panel: turn(name, **given) shows another view
 
     def depends_on(self) -> Hashable:
         """Changes when there is something new to draw. Asked several times a second: it costs next to nothing."""
@@ -92,10 +92,6 @@ class View:
         if method is None:
             raise BadInput(f"action {action!r} of {self.name}", "there is no such action")
         method(**given)
-
-
-def _no_other_view(name: str, **given: Any) -> None:
-    raise BadInput(f"view {name!r}", "this one is in no panel")
 
 
 # --- controls, as html ------------------------------------------------------------------------------------------------

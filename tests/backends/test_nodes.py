@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.backends.base import nodes_of_pools
+from workbench.backends.nodes import nodes_of_pools
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,17 @@ AT_THE_TOP = """() => {
   return Math.abs(top - around.getBoundingClientRect().top) < 3 && height < 40;
 }"""
 
+# the next limit that anywidget sets for loading a widget, two seconds, is over at once
+NO_TIME = """() => {
+  const { timeout } = AbortSignal;
+  AbortSignal.timeout = () => {
+    const limit = new AbortController();
+    Promise.resolve().then(() => limit.abort());
+    AbortSignal.timeout = timeout;
+    return limit.signal;
+  };
+}"""
+
 
 def test_a_panel_lives_beside_its_cells(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = shared_notebook(
@@ -151,6 +162,16 @@ SHOWN = """() => ['.wb-strip', '.wb-panel:not(.wb-strip) [data-view=stepper] .wb
 
 
 @pytest.mark.thorough
+def test_a_page_that_is_too_busy_to_load_it_in_time(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
+    notebook: Notebook = shared_notebook([OPEN, SHOW])
+    notebook.run(0)
+    notebook.page.evaluate(NO_TIME)
+    panel = notebook.run(1).locator(".wb-panel")
+    panel.locator("section:visible[data-drawn]").wait_for()
+    notebook.in_thread("ppo.run(1)")  # and what comes later is heard
+    panel.get_by_text("iteration 1").first.wait_for()
+
+
 def test_every_button_of_the_stepper(shared_notebook: Callable[[Sequence[str]], Any]) -> None:
     notebook: Notebook = shared_notebook(
         [OPEN, SHOW, "lab.actor.generate_sequences(lab.prompts.next(4), max_new_tokens=4)", "lab.strip()"]

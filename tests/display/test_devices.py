@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from workbench.display.devices import BARS, DeviceBox, DeviceMap, Share, device_map
+from workbench.display.devices import BARS, DeviceBox, DeviceMap, device_map
 from workbench.telemetry.memory import MemoryReading
 
 
 def test_bars_of_all_devices_have_one_scale() -> None:
     boxes = (
-        DeviceBox("cuda:0", "policy-0", (Share("actor", "parameters", 300), Share("actor", "optimizer", 100)), 1000),
-        DeviceBox("cuda:1", "scorers-0", (Share("critic", "parameters", 200), Share("reward", "parameters", 0))),
+        DeviceBox("cuda:0", "policy-0", {"actor": {"parameters": 300, "optimizer": 100}}, 1000),
+        DeviceBox("cuda:1", "scorers-0", {"critic": {"parameters": 200}, "reward": {"parameters": 0}}),
     )
     shown = DeviceMap(boxes, "memory <now>")
     html = shown._repr_html_()

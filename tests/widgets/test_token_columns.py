@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from workbench.display.palette import Scale
 from workbench.objectives.losses import ppo_loss
-from workbench_widgets.sample_pictures import Scale, legend, number, scale_of, token
+from workbench_widgets.sample_pictures import legend, number, scale_of, token
 from workbench_widgets.sample_rows import Sample, beside_columns, common, token_texts, up_to
 
 LOW, HIGH = 0.2, 0.28

@@ -187,9 +187,20 @@ function stick(root, el) {
   };
 }
 
+// anywidget hands on no message of the kernel where this module took more than 2 s to load, as on a busy machine: they
+// are taken as ipywidgets takes them, which waits for nothing.
+async function hear(model) {
+  const id = model.get("own");
+  if (!model.widget_manager?.has_model?.(id)) return;
+  const whole = await model.widget_manager.get_model(id);
+  const ipywidgets = Object.getPrototypeOf(whole.constructor.prototype);
+  whole.comm?.on_msg((message) => ipywidgets._handle_comm_msg.call(whole, message));
+}
+
 // The saved picture goes into the notebook's own outputs: an update by its display id reaches no page that was reloaded.
 // Once for each page, also where the panel's cell is out of sight and is not drawn.
-function initialize({ model }) {
+async function initialize({ model }) {
+  await hear(model);
   const notebook = model.widget_manager?.context?.model; // JupyterLab's
   if (!notebook?.cells) return;
   model.on("msg:custom", ({ kind, kept }) => {

@@ -1,9 +1,9 @@
-"""What the controller asks of a backend; and, by arithmetic alone, on which machine of a cluster each rank goes."""
+"""What the controller asks of a backend."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -91,35 +91,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the hosts and free what they hold."""
-
-
-def nodes_of_pools(
-    pools: Sequence[int],
-    free: Mapping[str, int],
-    groups: Sequence[int] | None = None,
-    racks: Mapping[str, str] | None = None,
-) -> list[list[str]] | None:
-    """The machine of each rank, pool by pool; None: there are not devices enough.
-
-    pools: devices of each. free: devices that each machine has free. groups: of each pool, how many ranks that stand
-    side by side stay on one machine: those of a tensor group. racks: of machines.
-    A pool stays on one machine where one has room, the fullest such, larger pools first; else in one rack; else it lies
-    over few machines, the emptiest first, ranks that stand side by side together.
-    """
-    left, found, racks = dict(free), [list[str]() for _ in pools], racks or {}
-    for number in sorted(range(len(pools)), key=lambda n: -pools[n]):
-        wanted, group = pools[number], groups[number] if groups else 1
-        room = {node: count - count % group for node, count in left.items()}
-        by_rack: dict[str, dict[str, int]] = {}
-        for node, count in room.items():
-            by_rack.setdefault(racks.get(node, ""), {})[node] = count
-        sets = [*({node: count} for node, count in room.items()), *by_rack.values(), room]
-        fitting = [nodes for nodes in sets if sum(nodes.values()) >= wanted]
-        if not fitting:
-            return None
-        chosen = min(fitting, key=lambda nodes: (len(nodes) > 1, len(nodes) == len(room), sum(nodes.values())))
-        for node in sorted(chosen, key=lambda node: -room[node]):
-            taken = min(room[node], wanted - len(found[number]))
-            found[number] += [node] * taken
-            left[node] -= taken
-    return found

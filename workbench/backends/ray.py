@@ -8,22 +8,19 @@ import pickle
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from workbench.backends.base import Backend, Pending, Progress, nodes_of_pools
+from workbench.backends.base import Backend, Pending, Progress
 from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_address, joined_head, running_head
 from workbench.backends.environments import need_same
 from workbench.backends.holders import when_free
 from workbench.backends.host_server import python_for_hosts
-from workbench.backends.ray_access import silent
+from workbench.backends.nodes import GROUPS, NODE_LABEL, RACK_LABEL, answering, gpus, nodes_of_hosts
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
@@ -40,16 +37,12 @@ POLL_S = 0.2
 BACK = "lab.recover() starts it again; all goes on from the last checkpoint, unless only rollout workers died"
 # What a kernel that does not drive a workbench may ask its hosts.
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
-# A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 # variables that are a host's own, wherever the notebook runs
 OF_HOSTS = (
     "CUDA_VISIBLE_DEVICES", "RAY_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GLOO_", "NCCL_"
 )  # fmt: skip
+# A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001
-GROUPS = "/devices/"  # in the names of placement groups of workbenches
-NODE_LABEL, RACK_LABEL = "ray.io/node-id", "rack"
-SILENT_AT_ONCE = 64
-CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over several
 
 
 class RayPending(Pending):
@@ -240,10 +233,6 @@ def _group_name(info: HostInfo) -> str:
     return f"{_groups_prefix(info.lab)}{info.pool}.{info.again}."
 
 
-def _gpus(info: HostInfo) -> float:
-    return 1.0 if info.device.startswith("cuda") else 0.0
-
-
 class RayBackend(Backend):
     """One actor a device, in one detached placement group a pool: whose devices are given back when it ends.
 
@@ -312,7 +301,7 @@ class RayBackend(Backend):
     def start(self, infos: Sequence[HostInfo]) -> None:
         asked_s = time.time()
         self.check(infos)
-        nodes, first = when_free(max(self._wait_s, GRANT_S), self._note, lambda: self._nodes(infos)), 0
+        nodes, first = when_free(max(self._wait_s, GRANT_S), self._note, lambda: nodes_of_hosts(self._ray, infos)), 0
         self._need_same_code(infos, nodes)
         for _, ranks in groupby(infos, key=lambda info: info.pool):
             pool = list(ranks)
@@ -335,7 +324,7 @@ class RayBackend(Backend):
                 lifetime="detached",
                 max_restarts=0,
                 num_cpus=CPU_SHARE,
-                num_gpus=_gpus(info),
+                num_gpus=gpus(info),
                 runtime_env=self._runtime_env(info),
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
@@ -356,21 +345,13 @@ class RayBackend(Backend):
 
     def _need_same_code(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
         """Raise `MissingDependency` where a machine to which hosts go has other code; none is named: to any."""
-        here, there = self._ray.get_runtime_context().get_node_id(), self._answering()
+        here, there = self._ray.get_runtime_context().get_node_id(), answering(self._ray)
         others = {name: there[name]["NodeManagerHostname"] for name in {*nodes} or there if name != here}
         need_same(self._ray, others, self._runtime_env(infos[0]))
 
-    def _answering(self) -> dict[str, dict[str, Any]]:
-        """What Ray says of each machine that lives, by its id; those that say nothing are left out: Ray takes a minute
-        to see that a machine is gone."""
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
-        with ThreadPoolExecutor(SILENT_AT_ONCE) as at_once:
-            said = at_once.map(lambda node: silent(node["NodeManagerAddress"], node["NodeManagerPort"]), alive)
-            return {node["NodeID"]: node for node, reason in zip(alive, said, strict=True) if not reason}
-
     def machines(self, infos: Sequence[HostInfo]) -> list[str]:
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
-        return [names[node] for node in self._nodes(infos)] if infos else []
+        return [names[node] for node in nodes_of_hosts(self._ray, infos)] if infos else []
 
     def machines_now(self) -> dict[str, str]:
         return {name: process.machine for name, process in self.processes.items()}
@@ -382,7 +363,7 @@ class RayBackend(Backend):
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
         head = running_head() if self._head is not None else None
-        if head is None or _gpus(info) or sys.platform != "linux":
+        if head is None or gpus(info) or sys.platform != "linux":
             return {}
         return {"py_executable": python_for_hosts(head["hosts"])}
 
@@ -400,7 +381,7 @@ class RayBackend(Backend):
         """Reserve one device for each host of a pool: a placement group. nodes: their machines; empty: any."""
         ray = self._ray
         group = ray.util.placement_group(
-            [{"CPU": CPU_SHARE, **({"GPU": _gpus(info)} if _gpus(info) else {})} for info in infos],
+            [{"CPU": CPU_SHARE, **({"GPU": gpus(info)} if gpus(info) else {})} for info in infos],
             strategy="PACK",
             name=_group_name(infos[0]),
             lifetime="detached",
@@ -412,7 +393,7 @@ class RayBackend(Backend):
             _need_head(self._head)
             self._note(f"waiting for {len(infos)} free device(s)")
             if time.monotonic() > deadline:
-                kind = "GPU" if _gpus(infos[0]) else "CPU"
+                kind = "GPU" if gpus(infos[0]) else "CPU"
                 free, total = (f().get(kind, 0) for f in (ray.available_resources, ray.cluster_resources))
                 raise DevicesTaken(
                     f"{len(infos)} device(s) for pool {infos[0].pool!r} are not free",
@@ -420,38 +401,6 @@ class RayBackend(Backend):
                     "close other workbenches (`wb ls`), or use fewer devices",
                 )
         return group
-
-    def _nodes(self, infos: Sequence[HostInfo]) -> list[str]:
-        """The machine of each host, those of a pool on one where they can be; empty where there is one machine, or
-        devices are not free yet. On machines without GPUs a device is one of the cores that Ray counts, or a share of
-        one. Raises `DevicesTaken` or `BadInput` where a tensor group has no machine."""
-        if sum(node["Alive"] for node in self._ray.nodes()) < 2:
-            return []
-        nodes = self._answering()
-        pools = [list(ranks) for _, ranks in groupby(infos, key=lambda info: info.pool)]
-        sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
-        racks = {name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
-        place = partial(nodes_of_pools, sizes, racks=racks)
-        kind = "GPU" if _gpus(infos[0]) else "CPU"
-        total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
-        if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
-            table = self._ray.util.placement_group_table().values()
-            here = [entry for entry in table if GROUPS in entry["name"] and entry["state"] == "CREATED"]
-            hosts = Counter(node for entry in here for node in entry["bundles_to_node_id"].values())
-            free = {name: max(0, count - hosts[name]) for name, count in total.items()}
-            shares = ({name: count * times for name, count in total.items()} for times in range(1, sum(sizes) + 1))
-            return list(chain(*next(filter(None, (place(slots, groups) for slots in (free, *shares))), ())))
-        available = self._ray._private.state.available_resources_per_node()
-        free = {name: round(available.get(name, {}).get(kind, 0)) for name in nodes}
-        found = place(free, None if os.environ.get(CROSS_MACHINES) else groups)
-        if found is None and max(groups) > 1 and not os.environ.get(CROSS_MACHINES):
-            raise (DevicesTaken if place(total, groups) else BadInput)(
-                f"tensor groups of {max(groups)} GPUs, where machines have "
-                + ", ".join(f"{count} of {total[name]}" for name, count in free.items() if total[name]) + " free",
-                "the ranks of a tensor group exchange activations in every layer, so they stay on one machine",
-                f"use fewer tensor ranks, free devices, or set {CROSS_MACHINES}=1 to have them apart all the same",
-            )  # fmt: skip
-        return list(chain(*found or ()))
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:
         lost = set[str]()

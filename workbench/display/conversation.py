@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 from workbench.display.html import picture_id
+from workbench.display.palette import Scale
 
-BELOW, ABOVE = "#0072b2", "#e69f00"  # as tokens are coloured by their advantages
-STRONGEST = 0.62
 LONG = 240  # characters of a turn that are shown before it is folded
 LINE = "color-mix(in srgb,currentColor 20%,transparent)"
 
@@ -45,14 +44,15 @@ def tree_picture(turns: Sequence[TurnPicture], title: str, *, search: str = "", 
     live: lines can be reached and pressed.
     """
     found = [turn for turn in turns if not search or turn.on_path or has(turn, search)]
-    limit = max((abs(turn.advantage) for turn in turns if turn.advantage is not None), default=0.0)
+    most = max((abs(turn.advantage) for turn in turns if turn.advantage is not None), default=0.0)
+    scale = Scale(kind="diverging", limit=most)
     key = picture_id(title + "".join(turn.text for turn in found))
-    head = f'<div style="font-weight:600">{escape(title)}</div>{_legend(limit)}'
+    head = f'<div style="font-weight:600">{escape(title)}</div>{_legend(scale)}'
     hidden = len(turns) - len(found)
     left_out = f'<div style="opacity:.7">{hidden} turns of other branches do not have this text</div>' if hidden else ""
     reached = next((turn for turn in found if turn.here), found[0] if found else None)
     lines = "".join(
-        _line(turn, limit, search, f"wb-turn-{key}-{turn.number}", live=live, reached=turn is reached) for turn in found
+        _line(turn, scale, search, f"wb-turn-{key}-{turn.number}", live=live, reached=turn is reached) for turn in found
     )
     role = ' role="tree" aria-label="turns of the conversation" data-steps' if live else ""
     empty = "" if turns else '<div style="opacity:.7">no turn yet: chat.step() takes one</div>'
@@ -76,8 +76,8 @@ def says(turn: TurnPicture) -> str:
     return ", ".join(parts)
 
 
-def _line(turn: TurnPicture, limit: float, search: str, key: str, *, live: bool, reached: bool) -> str:
-    colour = _colour(turn.advantage, limit)
+def _line(turn: TurnPicture, scale: Scale, search: str, key: str, *, live: bool, reached: bool) -> str:
+    colour = "" if turn.advantage is None else scale.colour(turn.advantage)
     edge = "4px solid currentColor" if turn.on_path else f"4px solid {LINE}"
     dashed = "text-decoration:underline dashed 1px;text-underline-offset:3px;" if turn.by_hand else ""
     pale = "" if turn.on_path else "opacity:.75;"
@@ -131,20 +131,13 @@ def _answer(turn: TurnPicture, key: str) -> str:
     return f'<details data-key="{key}-answer" style="margin-left:1.6em;opacity:.8">{summary}{body}</details>'
 
 
-def _colour(advantage: float | None, limit: float) -> str:
-    if advantage is None or not limit:
-        return ""
-    strength = round(min(1.0, abs(advantage) / limit) * STRONGEST * 255)
-    return f"{BELOW if advantage < 0 else ABOVE}{strength:02x}" if strength else ""
-
-
-def _legend(limit: float) -> str:
+def _legend(scale: Scale) -> str:
     told = "▶ here · ✎ by hand, not trained · ∎ over · ✂ cut · thick edge: the branch"
-    if not limit:
+    if not scale.limit:
         return f'<div style="font-size:12px;opacity:.75">{told}</div>'
     boxes = "".join(
-        f'<span style="padding:1px 7px;background:{_colour(place, limit) or "transparent"};border:1px solid {LINE}">'
+        f'<span style="padding:1px 7px;background:{scale.colour(place) or "transparent"};border:1px solid {LINE}">'
         f"{place:+.3g}</span>"
-        for place in (-limit, 0.0, limit)
+        for place in (-scale.limit, 0.0, scale.limit)
     )
     return f'<div style="font-size:12px"><span style="opacity:.75">{told} · advantage</span> {boxes}</div>'

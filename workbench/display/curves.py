@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from html import escape as escape_html
 from typing import Any, Literal, NamedTuple
 
+import pandas as pd
+
 from workbench.display.html import bytes_text, folded, numbers_table
 
 MIMETYPE = "application/vnd.plotly.v1+json"  # JupyterLab and VS Code draw it, also where there is no kernel
@@ -125,16 +127,9 @@ def smoothed(values: Sequence[float], factor: float) -> list[float]:
     """The exponential moving average m_t = factor m_{t-1} + (1 - factor) x_t from m_0 = 0, divided by 1 - factor^t,
     which takes out the pull of the 0 (Kingma and Ba, arXiv:1412.6980, section 3). What is not finite stays as it is,
     and counts for nothing. factor: 0 to below 1."""
-    mean, weight, found = 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            weight = factor * weight + (1 - factor)  # 1 - factor^t
-            mean += (
-                (1 - factor) / weight * (value - mean)
-            )  # the mean that is divided already: exact where all are equal
-            found.append(mean)
-        else:
-            found.append(value)
+    given = pd.Series(values, dtype="float64")
+    finite = given.where(given.abs() < math.inf)
+    found: list[float] = finite.ewm(alpha=1 - factor, ignore_na=True).mean().where(finite.notna(), given).tolist()
     return found
 
 

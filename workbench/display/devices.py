@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -29,25 +29,21 @@ NAMED = 24  # the height of a machine's name
 
 
 @dataclass(frozen=True)
-class Share:
-    """Bytes of a role on a device for one use, such as "parameters"; role "batch" for rows of batches."""
-
-    role: str
-    use: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class DeviceBox:
-    """One device. name: such as "cuda:0". place: the process on it. capacity_bytes: its memory, if known. machine:
-    where there are several."""
+    """One device. name: such as "cuda:0". place: the process on it. held: bytes by role and use, such as "parameters";
+    of the role "batch" those of rows of batches. capacity_bytes: its memory, if known. machine: where there are
+    several."""
 
     name: str
     place: str
-    shares: tuple[Share, ...]
+    held: Mapping[str, Mapping[str, int]]
     capacity_bytes: int | None = None
     note: str = ""
     machine: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return sum(sum(held.values()) for held in self.held.values())
 
 
 @dataclass(frozen=True)
@@ -58,18 +54,19 @@ class DeviceMap:
     what: str
 
     def __repr__(self) -> str:
-        total = sum(share.bytes for box in self.boxes for share in box.shares)
+        total = sum(box.bytes for box in self.boxes)
         return f"<DeviceMap of {self.what}: {len(self.boxes)} devices, {bytes_text(total)}>"[:79]
 
     def _repr_html_(self) -> str:
         rows = [
-            [box.name, share.role, share.use.replace("_", " "), bytes_text(share.bytes)]
+            [box.name, role, use.replace("_", " "), bytes_text(n)]
             for box in self.boxes
-            for share in box.shares
-            if share.bytes
+            for role, held in box.held.items()
+            for use, n in held.items()
+            if n
         ]
-        held = numbers_table(["device", "role", "use", "bytes"], rows, caption=self.what)
-        return f'<div style="color:inherit">{_svg(self)}{folded("The bars as a table", held)}</div>'
+        table = numbers_table(["device", "role", "use", "bytes"], rows, caption=self.what)
+        return f'<div style="color:inherit">{_svg(self)}{folded("The bars as a table", table)}</div>'
 
 
 def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
@@ -77,48 +74,35 @@ def device_map(readings: Iterable[MemoryReading], what: str) -> DeviceMap:
     boxes, readings = [], list(readings)
     several = len({reading.machine for reading in readings} - {""}) > 1
     for reading in sorted(readings, key=lambda reading: reading.machine if several else ""):
-        shares = [Share(role, use, n) for role, held in reading.held.items() for use, n in [("", 0), *held.items()]]
-        if not reading.error:
-            shares.append(Share("batch", "batches", reading.batch_bytes))
+        held = {**reading.held} if reading.error else {**reading.held, "batch": {"batches": reading.batch_bytes}}
         place = f"{reading.host} on {reading.machine}, process {reading.process}"
         note = f"process {bytes_text(reading.resident_bytes)}"
         if reading.error:
             place, note = f"{reading.host}: {reading.error}", "no answer"
         capacity_bytes = reading.capacity_bytes if reading.on_gpu else None
         machine = reading.machine if several else ""
-        boxes.append(DeviceBox(reading.device, place, tuple(shares), capacity_bytes, note, machine))
+        boxes.append(DeviceBox(reading.device, place, held, capacity_bytes, note, machine))
     return DeviceMap(tuple(boxes), what)
 
 
-def _rows(box: DeviceBox) -> dict[str, list[Share]]:
-    """The shares of each role that holds something."""
-    found: dict[str, list[Share]] = {}
-    for share in box.shares:
-        found.setdefault(share.role, [])
-        if share.bytes:
-            found[share.role].append(share)
-    return found
-
-
 def _svg(shown: DeviceMap) -> str:
-    rows = [_rows(box) for box in shown.boxes]
-    styles = role_styles(role for box in rows for role in box)
-    scale = max((sum(s.bytes for s in held) for box in rows for held in box.values()), default=0) or 1
+    styles = role_styles(role for box in shown.boxes for role in box.held)
+    scale = max((sum(held.values()) for box in shown.boxes for held in box.held.values()), default=0) or 1
     columns = min(COLUMNS, max(1, len(shown.boxes)))
-    height = HEAD + LINE * max((len(box) for box in rows), default=0) + PAD
+    height = HEAD + LINE * max((len(box.held) for box in shown.boxes), default=0) + PAD
     parts, y = [], 34
-    for machine, group in groupby(zip(shown.boxes, rows, strict=True), key=lambda one: one[0].machine):
+    for machine, group in groupby(shown.boxes, key=lambda box: box.machine):
         if machine:
             y += NAMED
             parts.append(f'<text x="0" y="{y - 6}" fill="currentColor" font-weight="600">{escape(machine)}</text>')
         there = list(group)
-        for n, (box, held) in enumerate(there):
+        for n, box in enumerate(there):
             left, top = (n % columns) * (WIDTH + GAP), y + (n // columns) * (height + GAP)
             parts.append(_box(box, left, top, height))
-            for line, (role, shares) in enumerate(held.items()):
-                parts.append(_bar(role, shares, styles[role].colour, left + PAD, top + HEAD + line * LINE, scale))
+            for line, (role, held) in enumerate(box.held.items()):
+                parts.append(_bar(role, held, styles[role].colour, left + PAD, top + HEAD + line * LINE, scale))
         y += -(-len(there) // columns) * (height + GAP)
-    used = {share.use.replace("_", " ") for box in shown.boxes for share in box.shares if share.bytes}
+    used = {use.replace("_", " ") for box in shown.boxes for held in box.held.values() for use, n in held.items() if n}
     legend, needed = _legend(used)
     width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), y
     title = f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
@@ -140,8 +124,7 @@ def _legend(used: set[str]) -> tuple[str, float]:
 
 
 def _box(box: DeviceBox, x: float, y: float, height: float) -> str:
-    total = sum(share.bytes for share in box.shares)
-    told = box.note or bytes_text(total)
+    told = box.note or bytes_text(box.bytes)
     if box.capacity_bytes:
         told += f" of {bytes_text(box.capacity_bytes)}"
     return (
@@ -154,17 +137,15 @@ def _box(box: DeviceBox, x: float, y: float, height: float) -> str:
     )
 
 
-def _bar(role: str, shares: list[Share], colour: str, x: float, y: float, scale: int) -> str:
-    total = sum(share.bytes for share in shares)
+def _bar(role: str, held: Mapping[str, int], colour: str, x: float, y: float, scale: int) -> str:
     parts = [
         f'<text x="{x:g}" y="{y + 11:g}" fill="currentColor">{escape(role)}</text>'
         f'<text x="{x + BARS:g}" y="{y + 11:g}" fill="currentColor" text-anchor="end" font-size="10">'
-        f"{bytes_text(total)}</text>"
+        f"{bytes_text(sum(held.values()))}</text>"
     ]
     start = 0.0
-    for share in shares:
-        use, width = share.use.replace("_", " "), share.bytes / scale * BARS
-        tip = escape(f"{role}, {use}: {share.bytes:,} bytes")
+    for use, n in ((use.replace("_", " "), n) for use, n in held.items() if n):
+        width, tip = n / scale * BARS, escape(f"{role}, {use}: {n:,} bytes")
         parts.append(
             f"<g><title>{tip}</title>"
             f'<rect x="{x + start:.2f}" y="{y + 15:g}" width="{width:.2f}" height="{BAR}" fill="{colour}" '

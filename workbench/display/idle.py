@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Lane = tuple[str, str]  # pool, device
 Life = tuple[float, float]  # from when to when a lane is there, unix times
@@ -75,73 +75,6 @@ class Gaps:
         here = self.cause == UNCALLED
         found = _Times.union(*(np.clip(times[here], start_s, end_s) for times in (self.start_s, self.end_s)))
         return found.start, found.end
-
-
-def idle_gaps(
-    lanes: Sequence[Lane],
-    lane: ArrayLike,
-    work: ArrayLike,
-    start_s: ArrayLike,
-    end_s: ArrayLike,
-    window: tuple[float, float],
-    lives: Sequence[Life] | None = None,
-    cells: tuple[ArrayLike, ArrayLike] = ((), ()),
-) -> Gaps:
-    """Every time in a window at which a device does not compute, each with the one cause that it has.
-
-    lanes: the devices. lane, work, start_s, end_s: one value a span; lane: index in lanes; work: see `work_of`. lives:
-    by lane, see `lives_of`; None: each is there all the time. cells: starts and ends of what called several stages. The
-    gaps of a lane do not overlap; with its computing they fill what of the window it is there for.
-    """
-    lane_N, work_N = np.asarray(lane, np.intp), np.asarray(work, np.uint8)
-    start_N, end_N = (np.clip(np.asarray(times, np.float64), *window) for times in (start_s, end_s))
-
-    def times(chosen: NDArray[np.bool_]) -> _Times:
-        return _Times.union(start_N[chosen], end_N[chosen])
-
-    works = work_N != QUEUED
-    anywhere = times(works)
-    in_cells = (np.clip(np.asarray(times_s, np.float64), *window) for times_s in cells)
-    called = _Times.union(
-        *(np.concatenate(pair) for pair in zip((start_N[~works], end_N[~works]), in_cells, strict=True))
-    )
-    pool_of_lane = np.asarray([[pool for pool, _ in lanes].index(pool) for pool, _ in lanes], np.intp)
-    in_pool = {pool: times(works & (pool_of_lane[lane_N] == pool)) for pool in set(pool_of_lane.tolist())}
-    found: list[tuple[NDArray[Any], ...]] = []
-    for number in range(len(lanes)):
-        here, pool = lane_N == number, in_pool[pool_of_lane[number]]
-        computes, pulls = times(here & (work_N == COMPUTES)), times(here & (work_N == PULLS))
-        life = np.clip(window if lives is None else lives[number], *window)
-        edges = np.unique(
-            np.concatenate([window, life, *(t.edges() for t in (computes, pulls, pool, anywhere, called))])
-        )
-        starts, ends = edges[:-1], edges[1:]
-        tests = [one.hold(starts) for one in (computes, pulls, pool, anywhere, called)]
-        cause = np.select(tests, [_BUSY, DATA, RANK, POOL, CONTROLLER], UNCALLED).astype(np.uint8)
-        cause[(starts < life[0]) | (starts >= life[1])] = _BUSY  # or not there: no gap either way
-        first = np.flatnonzero(np.diff(cause, prepend=_BUSY + 1))  # of each stretch with one cause
-        last = np.append(first[1:], len(cause))[: len(first)] - 1
-        gap = cause[first] != _BUSY
-        found.append((np.full(gap.sum(), number), starts[first][gap], ends[last][gap], cause[first][gap]))
-    columns = [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0)] * 4
-    order = np.lexsort((columns[0], columns[1]))
-    types = (np.uint16, np.float64, np.float64, np.uint8)
-    return Gaps(*(column[order].astype(kind) for column, kind in zip(columns, types, strict=True)))
-
-
-def device_times(
-    work: NDArray[np.uint8], start_s: NDArray[np.float64], end_s: NDArray[np.float64], window: tuple[float, float]
-) -> dict[str, float]:
-    """What a device did in a window, seconds, from its spans: window_s, busy_s, transfer_s, idle_s, queued_s."""
-    start_s, end_s = np.clip(start_s, *window), np.clip(end_s, *window)
-
-    def covered_s(chosen: NDArray[np.bool_]) -> float:
-        union = _Times.union(start_s[chosen], end_s[chosen])
-        return float((union.end - union.start).sum())
-
-    busy_s, working_s, window_s = covered_s(work == COMPUTES), covered_s(work != QUEUED), window[1] - window[0]
-    idle = {"idle_s": window_s - working_s, "queued_s": covered_s(work >= QUEUED) - working_s}
-    return {"window_s": window_s, "busy_s": busy_s, "transfer_s": working_s - busy_s, **idle}
 
 
 def lives_of(
@@ -256,7 +189,12 @@ class DeviceSpans:
         return lives_of(first_s.tolist(), last_s.tolist(), [one in live for one in self.lanes], moves_s)
 
     def gaps(self, window: Life, lives: Sequence[Life] | None = None, callers: Callers | None = None) -> Gaps:
-        """`idle_gaps` of a window. callers: what called the runs; None: each was called by itself."""
+        """Every time in a window at which a device does not compute, each with the one cause that it has.
+
+        lives: by lane, see `lives_of`; None: each is there all the time. callers: what called the runs; None: each was
+        called by itself. The gaps of a lane do not overlap; with its computing they fill what of the window it is there
+        for.
+        """
         callers = callers or Callers()
         runs, each = np.unique(self.run, return_inverse=True)
         known: dict[Any, int] = {}
@@ -267,7 +205,45 @@ class DeviceSpans:
         np.maximum.at(to_s, caller, self.end_s)
         acts = np.asarray(callers.acts, np.float64).reshape(-1, 2)
         called = np.concatenate([from_s, acts[:, 0]]), np.concatenate([to_s, acts[:, 1]])
-        return idle_gaps(self.lanes, self.lane, self.work, self.start_s, self.end_s, window, lives, called)
+        return self._gaps(window, lives, called)
+
+    def _gaps(
+        self, window: Life, lives: Sequence[Life] | None, calls: tuple[NDArray[np.float64], NDArray[np.float64]]
+    ) -> Gaps:
+        """calls: starts and ends of what called several stages."""
+        start_N, end_N = np.clip(self.start_s, *window), np.clip(self.end_s, *window)
+
+        def times(chosen: NDArray[np.bool_]) -> _Times:
+            return _Times.union(start_N[chosen], end_N[chosen])
+
+        works = self.work != QUEUED
+        anywhere = times(works)
+        queued = start_N[~works], end_N[~works]
+        called = _Times.union(
+            *(np.concatenate([own, np.clip(times_s, *window)]) for own, times_s in zip(queued, calls, strict=True))
+        )
+        pool_of_lane = np.asarray([[pool for pool, _ in self.lanes].index(pool) for pool, _ in self.lanes], np.intp)
+        in_pool = {pool: times(works & (pool_of_lane[self.lane] == pool)) for pool in set(pool_of_lane.tolist())}
+        found: list[tuple[NDArray[Any], ...]] = []
+        for number in range(len(self.lanes)):
+            here, pool = self.lane == number, in_pool[pool_of_lane[number]]
+            computes, pulls = times(here & (self.work == COMPUTES)), times(here & (self.work == PULLS))
+            life = np.clip(window if lives is None else lives[number], *window)
+            edges = np.unique(
+                np.concatenate([window, life, *(t.edges() for t in (computes, pulls, pool, anywhere, called))])
+            )
+            starts, ends = edges[:-1], edges[1:]
+            tests = [one.hold(starts) for one in (computes, pulls, pool, anywhere, called)]
+            cause = np.select(tests, [_BUSY, DATA, RANK, POOL, CONTROLLER], UNCALLED).astype(np.uint8)
+            cause[(starts < life[0]) | (starts >= life[1])] = _BUSY  # or not there: no gap either way
+            first = np.flatnonzero(np.diff(cause, prepend=_BUSY + 1))  # of each stretch with one cause
+            last = np.append(first[1:], len(cause))[: len(first)] - 1
+            gap = cause[first] != _BUSY
+            found.append((np.full(gap.sum(), number), starts[first][gap], ends[last][gap], cause[first][gap]))
+        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)] if found else [np.empty(0)] * 4
+        order = np.lexsort((columns[0], columns[1]))
+        types = (np.uint16, np.float64, np.float64, np.uint8)
+        return Gaps(*(column[order].astype(kind) for column, kind in zip(columns, types, strict=True)))
 
     def times(self, present: Mapping[int, Life], gaps: Gaps) -> list[dict[str, Any]]:
         """What each device did in the time for which it is there, seconds; busy_s + transfer_s + idle_s = window_s.
@@ -277,14 +253,23 @@ class DeviceSpans:
         which a stage was called on the device and waited. idle_share: of the time in which some stage was called, the
         share in which the device was idle, 0 to 1.
         """
+
+        def covered_s(chosen: NDArray[np.bool_]) -> float:
+            union = _Times.union(*(np.clip(times[chosen], *window) for times in (self.start_s, self.end_s)))
+            return float((union.end - union.start).sum())
+
         rows = list[dict[str, Any]]()
         for lane, window in present.items():
-            here = self.lane == lane
-            times = device_times(self.work[here], self.start_s[here], self.end_s[here], window)
+            here, window_s = self.lane == lane, window[1] - window[0]
+            busy_s, working_s = covered_s(here & (self.work == COMPUTES)), covered_s(here & (self.work != QUEUED))
             waits = gaps.seconds(len(self.lanes), *window)[lane]
             causes = {cause.column: float(waits[n]) for n, cause in enumerate(CAUSES) if n != DATA}
             pool, device = self.lanes[lane]
-            row: dict[str, Any] = {"pool": pool, "device": device, **times, **causes}
+            row: dict[str, Any] = {
+                "pool": pool, "device": device, "window_s": window_s, "busy_s": busy_s,
+                "transfer_s": working_s - busy_s, "idle_s": window_s - working_s,
+                "queued_s": covered_s(here) - working_s, **causes,
+            }  # fmt: skip
             row["idle_share"] = (row["idle_s"] - row["uncalled_s"]) / called_s(row) if called_s(row) > 0 else 0.0
             rows.append(row)
         return rows

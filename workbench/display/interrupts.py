@@ -27,7 +27,7 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    for given in keep.came:
+    for given in keep:
         if not callable(before):
             raise KeyboardInterrupt
         before(*given)
@@ -47,14 +47,11 @@ def stoppable(what: str, left: Callable[[], tuple[str, str]] | tuple[str, str]) 
         raise StageInterrupted(f"{what} was interrupted", rule, remedy) from None
 
 
-class _Keep:
+class _Keep(list[tuple[Any, ...]]):
     """A handler that keeps the interrupts that came."""
 
-    def __init__(self) -> None:
-        self.came: list[tuple[Any, ...]] = []
-
     def __call__(self, *given: Any) -> None:
-        self.came.append(given)
+        self.append(given)
 
 
 class Presses:
@@ -79,8 +76,8 @@ def on_interrupt(act: Callable[[], object]) -> Iterator[Presses]:
 
     before = signal.signal(signal.SIGINT, press)
     try:
-        if isinstance(before, _Keep) and before.came:  # it came shortly before this
-            press(*before.came.pop())
+        if isinstance(before, _Keep) and before:  # it came shortly before this
+            press(*before.pop())
         yield presses
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,13 +1,16 @@
-"""How a role looks in every picture: a colour that colour-blind readers tell apart, and a letter for the rest.
+"""How a role looks in every picture: a colour that colour-blind readers tell apart, and a letter for the rest; and how
+a number becomes a colour.
 
 Colours: Okabe and Ito, "Color Universal Design", 2008. `ink` is the text colour with the higher contrast on each.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 from zlib import crc32
 
 WHITE, BLACK = "#ffffff", "#111111"
@@ -71,3 +74,37 @@ def role_styles(roles: Iterable[str]) -> dict[str, RoleStyle]:
             free.remove(colour)
         styles[role] = RoleStyle(colour=colour, letter=letter)
     return styles
+
+
+BELOW, ABOVE, UNLIKELY = "#0072b2", "#e69f00", "#009e73"
+STRONGEST = 0.62  # beyond it text is hard to read on the page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How a number becomes a colour.
+
+    "diverging": blue below 0, orange above it, strongest at `limit` and beyond. "ratio": so around 1, by the logarithm,
+    whose limit it is. "sequential": from 0, without colour, down to -limit, in green: log-probabilities.
+    """
+
+    kind: Literal["diverging", "ratio", "sequential"]
+    limit: float
+
+    def place(self, value: float) -> float:
+        """Where a number is on the scale: from -1 to 1, 0 without colour; NaN for none."""
+        if math.isnan(value):
+            return math.nan
+        if self.kind == "ratio":
+            value = math.log(value) if value > 0 else -math.inf
+        return max(-1.0, min(0.0 if self.kind == "sequential" else 1.0, value / (self.limit or 1.0)))
+
+    def at(self, place: float) -> float:
+        return math.exp(place * self.limit) if self.kind == "ratio" else place * self.limit
+
+    def colour(self, value: float) -> str:
+        """As #rrggbbaa; "" for no colour."""
+        place = self.place(value)
+        strength = 0 if math.isnan(place) else round(abs(place) * STRONGEST * 255)
+        hue = UNLIKELY if self.kind == "sequential" else BELOW if place < 0 else ABOVE
+        return f"{hue}{strength:02x}" if strength else ""

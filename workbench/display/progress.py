@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from workbench.display.headlines import headlines
@@ -121,9 +120,7 @@ class Progress:
         while not self._ended.wait(REFRESH_S):
             self.update(0, 0)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -209,9 +206,7 @@ class Iterations:
         self._show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._line is not None:
             self._line.head("")
             print(self.text(), file=self._stream, flush=True)

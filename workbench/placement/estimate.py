@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from workbench.display.devices import DeviceBox, DeviceMap, Share
+from workbench.display.devices import DeviceBox, DeviceMap
 from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.placement.memory import (
@@ -240,15 +240,14 @@ class MemoryEstimate:
         """Devices as boxes, roles in them, bytes as bars."""
         boxes = []
         for n in self.devices:
-            held = self.on(n)
-            shares = tuple(
-                Share(tenant.role, use.removeprefix("kept_"), getattr(tenant.memory, use))
-                for tenant in held
-                for use in (*LASTING, *PASSING)
-            )
-            label = f"{held[0].pool}-{held[0].rank}"
+            tenants = self.on(n)
+            held = {tenant.role: Counter[str]() for tenant in tenants}
+            for tenant in tenants:
+                for use in (*LASTING, *PASSING):
+                    held[tenant.role][use.removeprefix("kept_")] += getattr(tenant.memory, use)
+            label = f"{tenants[0].pool}-{tenants[0].rank}"
             boxes.append(
-                DeviceBox(f"{self.device}:{n}", label, shares, self.device_bytes, f"peak {bytes_text(self.peak(n))}")
+                DeviceBox(f"{self.device}:{n}", label, held, self.device_bytes, f"peak {bytes_text(self.peak(n))}")
             )
         return DeviceMap(tuple(boxes), "memory, estimated")
 

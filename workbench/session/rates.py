@@ -86,10 +86,8 @@ class Rates:
         found: Hardware = backend.work(lead, "rates", count).result()
         apart = next((name for name, machine in machines.items() if machine != machines[lead]), None)
         if apart is not None:
-            (bytes_s, _), answer_s = (
-                self.between(lead, apart, machines),
-                backend.ask(apart, "probe_answer", lead).result(),
-            )
+            bytes_s, _ = self.between(lead, apart, machines)
+            answer_s = backend.ask(apart, "probe_answer", lead).result()
             found = replace(found, machine_bytes_s=bytes_s, between_latency_s=answer_s / 2)
         cores = (found.cores or count) * len(used)
         return replace(found, name="these machines", devices_per_machine=count, cores=cores)
