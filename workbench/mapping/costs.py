@@ -284,10 +284,11 @@ class CostModel:
         if layout.p * layout.t == 1 and role.engine != "zero3":
             return Terms()
         replica = layout if strategy == "full" else replace(layout, d=1)
-        received = received_bytes(role, replica, strategy)
+        received: float = received_bytes(role, replica, strategy)
         if not received:
             return Terms()
         ranks = layout.p * layout.t if strategy == "hybridflow" else layout.size
+        received *= self.workload.sync_share
         return self.moved(role, received, ranks, (layout.p_g or 1) * (layout.t_g or 1))
 
     def moved(self, role: RoleModel, received: float, ranks: int, parts: int) -> Terms:

@@ -162,7 +162,7 @@ class RoleOptions:
         if option.own_t_g is not None and not self.role.samples_only:
             add("relayout", STAGES[0], self._moved(layout, Layout(1, option.own_t_g, layout.size // option.own_t_g)))
         if self.role.samples_only:
-            received = self.generation_bytes(option.t_g)
+            received = self.generation_bytes(option.t_g) * model.workload.sync_share
             add("sync", STAGES[0], model.moved(self.role, received, layout.size + 1, option.t_g))
         elif self.generates and option.own_t_g is None:
             add("transition", STAGES[0], model.transition(self.role, layout, self.strategy))

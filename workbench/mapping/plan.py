@@ -215,6 +215,8 @@ class Plan:
                 told.append(f"{stage} takes {seconds_text(seconds)}{where}")
         if self.workload.between_s:
             told.append(f"no call runs for {seconds_text(self.workload.between_s)}")
+        if self.workload.sync_share < 1:
+            told.append(f"weight syncs send {self.workload.sync_share:.2%} of the weights' bytes")
         text = "; ".join(told) + f"; devices are idle {self.idle_share:.0%} of the time"
         if self.used < self.devices:
             text += f", {self.devices - self.used} of {self.devices} all of it"

@@ -88,7 +88,8 @@ class Workload:
     `training` says, and this workbench's engines do. ahead: staleness; iterations that rollout workers, on devices of
     their own, generate ahead, so that generation and training run at the same time. take_turns: whether the roles of a
     device are there one after another, the others' states in host memory (`wb.open(share_memory=True)`). between_s:
-    seconds of an iteration in which no call runs: the controller, functions and arithmetic without a model.
+    seconds of an iteration in which no call runs: the controller, functions and arithmetic without a model. sync_share:
+    of the bytes of a weight sync, the share that is sent where patches take the place of whole weights.
     """
 
     algorithm: str = "ppo"
@@ -106,6 +107,7 @@ class Workload:
     ahead: int = 0
     take_turns: bool = False
     between_s: float = 0.0
+    sync_share: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
@@ -113,6 +115,7 @@ class Workload:
             whole(f"Workload.{name}", getattr(self, name), 1)
         whole("Workload.ahead", self.ahead, 0)
         at_least("Workload.between_s", self.between_s, 0)
+        at_least("Workload.sync_share", self.sync_share, 0)
         if not self.lengths:
             raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
         for length in self.lengths:

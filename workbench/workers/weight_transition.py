@@ -7,7 +7,7 @@ of t_g (HybridFlow's 3D-HybridEngine, arXiv:2409.19256, section 5).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -104,9 +104,9 @@ class WeightTransitions:
     def kept_bytes(self) -> int:
         return sum(transition.exchange.kept_bytes for transition in self._made.values())
 
-    def sync(self, strategy: str, noted: OpenSync) -> Metrics:
+    def sync(self, strategy: str, noted: OpenSync, has_room: Callable[[int], bool]) -> Metrics:
         """Give the engine the trainer's weights; the bytes that this moved on all ranks. noted: this rank's line of the
-        ledger.
+        ledger. has_room: whether so many bytes may be kept here, for patches.
 
         Raises `SyncError`, on all ranks, where a weight differs from what was sent.
         """
@@ -122,10 +122,14 @@ class WeightTransitions:
         transition = self._made[strategy]
         exchange, began = transition.exchange, time.perf_counter()
         received, whole, handed = exchange.received_bytes, exchange.whole_bytes, transition.handed_bytes
-        if communicator.all_reduce_max(torch.tensor([int(self._failed)])).item():
+        nbytes = transition.plan.weights.nbytes // self._spec.generation.tensor_parallel_size
+        full = self._choice.patches and not exchange.kept_bytes and not has_room(nbytes)
+        failed, full = communicator.all_reduce_max(torch.tensor([self._failed, full], dtype=torch.int64)).tolist()
+        if failed:
             self.forget()  # of a transition that did not end, ranks have kept what others have not
-        self._failed, patched = True, exchange.kept_bytes > 0 and self._choice.patches
-        exchange.begin(keeps=self._choice.patches)
+        keeps = self._choice.patches and not full
+        self._failed, patched = True, keeps and exchange.kept_bytes > 0
+        exchange.begin(keeps=keeps)
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
         self._generator.update_weights(weights, self._trainer.steps)
         noted.strategy, arrival = strategy, Arrival()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
@@ -20,6 +21,7 @@ from workbench.models import load_tokenizer
 from workbench.models.lora import without_adapter
 from workbench.models.spec import Model
 from workbench.settings.engines import SyncStrategy
+from workbench.support.machine import available_bytes
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.engine_weights import (
     EngineWeights,
@@ -55,6 +57,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._restored = 0
         # what rollout workers were sent, where they are sent patches: its key, and this rank's part
         self._kept: tuple[str, dict[str, Tensor]] = "", {}
+        self._said = False  # that there is no room for it
         if not context.waits:
             self.begin()
 
@@ -171,7 +174,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         metrics: Metrics = {}
         with self.context.recorder.span("weight_sync") as counted:
             if self.transitions.slices is not None:
-                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted)
+                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted, self._has_room)
             else:
                 noted.taken_bytes = self.generator.update_weights(self._weights(), self.engine.steps)
             counted.bytes = noted.taken_bytes
@@ -252,6 +255,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
                 slices = self.context.groups.model_parallel
                 held = self.engine.local_weights() if slices else self.engine.named_weights()
         since, kept = self._kept if keep else ("", {})
+        if keep and not since:
+            keep = self._has_room(model.nbytes // layout.size)
         if keep is not None:
             self._kept = "", {}  # until the new one is complete
         ids = self._probe_ids() if probe else empty
@@ -273,6 +278,17 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self._kept = key, kept
         contents = replace(contents, took_s=time.perf_counter() - began)
         self.context.exchange.publish(key, replace(snapshot, contents=contents))
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is room to keep so many bytes for patches; where there is none it is said, once."""
+        on_gpu = self.context.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.context.device)[0] if on_gpu else available_bytes()
+        if free < nbytes and not self._said:
+            self._said = True
+            self.budget.notes.append(
+                f"weight syncs are whole: patches need a copy of {bytes_text(nbytes)}, and {bytes_text(free)} are free"
+            )
+        return free >= nbytes
 
     def memory_bytes(self) -> dict[str, int]:
         kept = sum(tensor.nbytes for tensor in self._kept[1].values())
