@@ -49,7 +49,7 @@ class WatchedWeights:
                 old = kept.to(new.device)
                 trained += _differing(new, old)
                 visible += _differing(new.to(self._dtype), old.to(self._dtype))
-                square += float((new.double() - old.double()).square().sum())
+                square += float(torch.linalg.vector_norm(new - old, dtype=torch.float64)) ** 2
                 kept.copy_(new)
             layer = Weight(name=name, shape=(), item_bytes=4).group
             found[name] = layer, self._elements.get(name, 0), now.numel(), trained, visible, square
