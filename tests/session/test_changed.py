@@ -27,7 +27,7 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.settings.engines import DType
 from workbench.settings.training import Training
-from workbench.telemetry.syncs import CHANGED_COLUMNS, changed_frame
+from workbench.telemetry.syncs import CHANGED_COLUMNS, Sync, changed_frame
 from workbench.workers.roles import ActorWorker
 
 Weights = dict[str, Tensor]
@@ -94,6 +94,12 @@ def test_each_sync_and_each_call_notes_what_updates_changed(tmp_path: Path, caps
         lab.changed()
         assert view.depends_on() != before
         assert view.picture().count("<title>model.layers.0, ") == 3
+        part: dict[str, Any] = {"stage": "s", "run": 99, "role": "rollout", "version": 5, "trained_version": 5}
+        sizes: dict[str, Any] = {"whole_bytes": 4000, "moved_bytes": 1000}
+        lab.telemetry.append_syncs(
+            Sync(**part, **sizes, event="sync", rank=rank, start_s=0, end_s=1) for rank in range(2)
+        )
+        assert "Syncs saved 6.0 kB of 8.0 kB." in view.picture()
     assert len(lab.changed()) == 3 * per_note  # of a closed workbench, what was noted
 
 
