@@ -13,7 +13,7 @@ from tests.cases import tiny_lab
 from workbench import cli, errors
 from workbench.algorithms import ALGORITHMS
 from workbench.telemetry import store
-from workbench.telemetry.syncs import SYNC_COLUMNS
+from workbench.telemetry.syncs import CHANGED_COLUMNS, SYNC_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 TEXTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -99,6 +99,7 @@ def test_every_lesson_is_in_the_page_of_lessons() -> None:
         store.MEMORY_COLUMNS,
         store.EVENT_COLUMNS,
         SYNC_COLUMNS,
+        CHANGED_COLUMNS,
     ],
 )
 def test_every_column_of_the_frames_is_explained(columns: dict[str, str]) -> None:

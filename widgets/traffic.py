@@ -6,18 +6,21 @@ from collections.abc import Hashable
 from typing import Any
 
 from workbench.display.html import bytes_text, seconds_text, table
-from workbench.display.traffic import flow
+from workbench.display.traffic import changed_map, flow
 from workbench.errors import NotFound
+from workbench.session.changed import barely_visible
+from workbench.telemetry.syncs import changed_frame
 from workbench_widgets.view import View, choice
 
 KINDS = {"weights": "weights for generation", "batch": "rows for stages", "move": "changes of placement", "": "all"}
 EVERY_STAGE = "every stage"
 PICTURES = ("matrix", "flow")
-BUCKETS = 16
+BUCKETS, NOTES = 16, 100  # rows of the table; notes of what updates changed, of all ranks
 
 
 class TrafficView(View):
-    """Bytes between processes by what moved and for which stage: as a matrix or a flow, by bucket, by strategy."""
+    """Bytes between processes by what moved and for which stage: as a matrix or a flow, by bucket, by strategy; and
+    what updates changed, once `lab.changed()` has been called."""
 
     name, title = "traffic", "Traffic"
     fields = ("stage", "shape")
@@ -25,10 +28,13 @@ class TrafficView(View):
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
         self.kind, self.stage, self.shape = "", EVERY_STAGE, PICTURES[0]
-        self._transfers = lab.telemetry.follow("transfers")
+        self._transfers, self._syncs, self._changed = map(lab.telemetry.follow, ("transfers", "syncs", "changed"))
+        self._notes: list[dict[str, Any]] = []
+        self._whole_bytes = self._saved_bytes = 0
 
     def depends_on(self) -> Hashable:
-        return self._transfers.size_bytes, self.kind, self.stage, self.shape, str(self.lab.placement)
+        sizes = self._transfers.size_bytes, self._changed.size_bytes
+        return sizes, self.kind, self.stage, self.shape, str(self.lab.placement)
 
     def _moved(self) -> Any:
         return self.lab.telemetry.transfer_sums.frame(self.kind or None)
@@ -44,9 +50,9 @@ class TrafficView(View):
     def picture(self) -> str:
         traffic = self._traffic()
         if traffic is None:
-            return "<p>Nothing of this kind has moved between processes yet.</p>" + self._strategies()
+            return "<p>Nothing of this kind has moved between processes yet.</p>" + self._strategies() + self._changes()
         picture = traffic._repr_html_() if self.shape == "matrix" else flow(traffic)
-        return picture + self._buckets() + self._strategies()
+        return picture + self._buckets() + self._strategies() + self._changes()
 
     def svg(self) -> str | None:
         traffic = self._traffic()
@@ -106,6 +112,22 @@ class TrafficView(View):
             for row in plans.to_dict("records")
         ]
         return table(rows, caption="a sync of the actor's weights, by strategy (planned)")
+
+    def _changes(self) -> str:
+        """What updates changed, by layer, as far as it was noted, and what syncs saved."""
+        self._notes += self._changed.new()
+        if self.kind not in ("weights", "") or not self._notes:
+            return ""
+        runs = sorted({note["run"] for note in self._notes})[-NOTES:]
+        self._notes = [note for note in self._notes if note["run"] >= runs[0]]
+        for sync in self._syncs.new():
+            if whole := sync.get("whole_bytes", 0):
+                self._whole_bytes += whole
+                self._saved_bytes += whole - sync["moved_bytes"]
+        changed = changed_frame(self._notes)
+        doubt = barely_visible(changed, self.lab.groups["actor"].spec.dtype)
+        saved = f"Syncs saved {bytes_text(self._saved_bytes)} of {bytes_text(self._whole_bytes)}."
+        return changed_map(changed) + f"<p>{saved if self._whole_bytes else ''} {doubt}</p>"
 
     def receive(self, kind: str = "", stage: str = EVERY_STAGE, **_: Any) -> None:
         """Movements of a kind ("" for all), for a stage."""

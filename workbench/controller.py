@@ -47,6 +47,7 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.messages.metrics import MetricValues
 from workbench.placement import Placement
 from workbench.session.attributes import AdvantagesOperation, no_attribute, set_attribute
+from workbench.session.changed import changed
 from workbench.session.checkpoint.checkpoints import Checkpoints
 from workbench.session.checkpoint.files import Checkpoint
 from workbench.session.history import History
@@ -344,6 +345,7 @@ class Workbench:
     traffic = _method_of(lambda self: self.history, History.traffic)
     sync_plans = _method_of(lambda self: self.history, History.sync_plans)
     syncs = _method_of(lambda self: self.telemetry, TelemetryStore.syncs)
+    changed = _method_of(lambda self: self.runner, changed)
     metrics = _method_of(lambda self: self.history, History.metrics)
     track = _method_of(lambda self: self.history, History.track)
     timeline = _method_of(lambda self: self.history, History.timeline)

@@ -23,10 +23,16 @@ from workbench.errors import BadInput, WorkbenchError
 from workbench.export.recorded import read_record
 from workbench.telemetry.spans import Transfer
 from workbench.telemetry.store import TelemetryStore
+from workbench.telemetry.syncs import Sync
 
 MOVED = Transfer(
     stage="compute_values", run=1, source="a-0", destination="b-0", columns="prompt_ids", bytes=8,
     start_s=1.0, end_s=2.0, kind="batch",
+)  # fmt: skip
+
+CHANGE = Sync(
+    event="change", stage="changed", run=1, role="actor", rank=0, version=0, trained_version=1, start_s=1.0, end_s=2.0,
+    changed={"model.norm.weight": ("model.norm", 0, 128, 64, 2, 0.5)},
 )  # fmt: skip
 
 
@@ -38,6 +44,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
         lab.report("mine", {"mean": 1.5})
         lab.telemetry.append_settings("PPO", 1, {"clip": 0.2, "stop": ["a"]})
         lab.telemetry.append_transfers([MOVED, MOVED])
+        lab.telemetry.append_syncs([CHANGE, CHANGE])
         lab.reward.compute_reward(batch)
         yield lab
 
@@ -45,7 +52,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
 FRAMES: dict[str, Callable[[TelemetryStore], Any]] = {
     "spans": lambda store: (store.spans(), store.spans(1), store.chrome_trace(store.folder / "trace.json")),
     "transfers": lambda store: (store.transfers(), store.transfer_sums.frame(None)),
-    "syncs": TelemetryStore.syncs, "metrics": TelemetryStore.metrics, "memory": TelemetryStore.memory,
+    "syncs": TelemetryStore.syncs, "changed": TelemetryStore.changed,
+    "metrics": TelemetryStore.metrics, "memory": TelemetryStore.memory,
     "settings": lambda store: RunFolder(store.folder).changes(),
     "events": lambda store: (store.events(), store.lives(), read_record([store.folder])),
 }  # fmt: skip

@@ -117,7 +117,7 @@ def test_operations_have_the_papers_protocols() -> None:
         "compute_advantages": "DP_PROTO",
         **dict.fromkeys(("sync_weights", "check_sync", "weights_checksum", "save_model", "save_adapter"), "ONE_TO_ALL"),
         **dict.fromkeys(("publish_weights", "take_weights", "receive_weights", "compare_weights"), "ONE_TO_ALL"),
-        **dict.fromkeys(("training_modules", "weight_digests"), "ONE_TO_ALL"),
+        **dict.fromkeys(("training_modules", "weight_digests", "watch_weights"), "ONE_TO_ALL"),
         "measure_gradient": "VALUES_OF_RANKS",  # dealt as 3D_PROTO deals, and every rank is heard
     }
 

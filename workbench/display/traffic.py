@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,7 @@ import pandas as pd
 from workbench.display.html import bytes_text, folded, numbers_table, svg
 
 CELL, LEFT, TOP, CHARACTER = 44, 12, 28, 6.6
+ROW, WIDEST, NARROWEST, TICK, LEAST_SHOWN = 16, 34, 7, 34, 1e-5  # of the heat map: pixels, and the lightest share
 FLOW_FILLS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # Okabe and Ito
 MOST_PAIRS = 200  # of the table
 FILL = "#0072b2"  # Okabe and Ito's blue; its opacity shows how many bytes
@@ -145,6 +147,46 @@ def flow(shown: Traffic, *, alone: bool = False) -> str:
     label = f"flow of {shown.what} from {len(sources)} to {len(destinations)} processes"
     picture = svg("".join(parts), right + tail, height, label)
     return picture if alone else shown.with_figures(picture)
+
+
+def changed_map(changed: pd.DataFrame) -> str:
+    """What updates changed, a row a layer and a column a note: the darker, the more elements changed after rounding, on
+    a log scale. changed: as `lab.changed()` gives it."""
+    keys, names = ["run", "since", "version"], ["trained", "visible"]
+    counted = changed.assign(norm=changed["norm"] ** 2, **{n: changed[n] * changed["elements"] for n in names})
+    cells = counted.groupby([*keys, "layer"], sort=False, as_index=False)[["elements", *names, "norm"]].sum()
+    rows = {layer: i for i, layer in enumerate(dict.fromkeys(cells["layer"]))}
+    columns = {note: j for j, note in enumerate(dict.fromkeys(cells[keys].itertuples(index=False, name=None)))}
+    width, left, top = max(NARROWEST, min(WIDEST, 800 // len(columns))), CHARACTER * max(map(len, rows)) + 12, 48
+    right, bottom = max(left + 330, 540, left + width * len(columns) + 20), top + ROW * len(rows)
+    parts = [
+        '<text x="0" y="12" font-weight="600">share of elements that an update changed, as generation gets them</text>',
+        f'<text x="{left - 6:g}" y="{top - 6}" text-anchor="end">layer</text>',
+        f'<text x="{left:g}" y="{bottom + 30}">weights version after the update, in optimizer steps</text>',
+    ]
+    for n, share in enumerate((0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1)):
+        parts.append(f'<rect x="{76 * n}" y="18" width="12" height="10" {_shade(share)}/>')
+        parts.append(f'<text x="{76 * n + 16}" y="27">{100 * share:g} %</text>')
+    for layer, i in rows.items():
+        parts.append(f'<text x="{left - 6:g}" y="{top + ROW * i + 12}" text-anchor="end">{escape(layer)}</text>')
+    for (_, _, version), j in list(columns.items())[:: math.ceil(TICK / width)]:
+        x = left + width * (j + 0.5)
+        parts.append(f'<text x="{x:g}" y="{bottom + 14}" text-anchor="middle">{version}</text>')
+    for run, since, version, layer, elements, trained, visible, square in cells.itertuples(index=False, name=None):
+        told = (
+            f"{layer}, version {since} to {version}: {100 * visible / elements:.2g} % changed, "
+            f"{100 * trained / elements:.3g} % in float32, norm {square**0.5:.2g}"
+        )
+        x, y = left + width * columns[run, since, version], top + ROW * rows[layer]
+        parts.append(f'<rect x="{x:g}" y="{y}" width="{width - 1}" height="{ROW - 1}" {_shade(visible / elements)}>')
+        parts.append(f"<title>{escape(told)}</title></rect>")
+    label = f"heat map of {len(rows)} layers over {len(columns)} weights versions"
+    return svg(f'<g fill="currentColor">{"".join(parts)}</g>', right, bottom + 38, label)
+
+
+def _shade(share: float) -> str:
+    opacity = max(1 - math.log10(share) / math.log10(LEAST_SHOWN), 0.1) if share > 0 else 0
+    return f'fill="{FILL}" fill-opacity="{opacity:.2f}" stroke="currentColor" stroke-opacity=".2"'
 
 
 def _matrix(shown: Traffic) -> str:

@@ -23,9 +23,10 @@ from workbench.export.statements import Statement, at_margin, builtin, own_names
 
 # Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
 SHOWING = {
-    "arguments", "batches", "changes", "df", "dial", "diff", "disagreements", "estimate", "events", "failed", "graph",
-    "groups", "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans", "strip",
-    "sync_plans", "syncs", "timeline", "topology", "traffic", "transfers", "turns", "weight_digests", "what_if",
+    "arguments", "batches", "changed", "changes", "df", "dial", "diff", "disagreements", "estimate", "events", "failed",
+    "graph", "groups", "ledger", "lineage", "logs", "memory", "metrics", "panel", "peek", "runs", "select", "spans",
+    "strip", "sync_plans", "syncs", "timeline", "topology", "traffic", "transfers", "turns", "weight_digests",
+    "what_if",
 }  # fmt: skip
 OF_TABLES = {"describe", "groupby", "head", "pivot_table", "reindex", "show", "tail", "value_counts"}
 # Methods of frames whose names others have too: only what is called on the result of such a call is meant.

@@ -1,8 +1,8 @@
 """Telemetry on disk: append-only JSON lines, read as pandas frames whose column names carry units.
 
-One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, metrics.jsonl, settings.jsonl, events.jsonl,
-memory.jsonl. Any process may read while another writes. A line is written at once and never changed, so a process
-killed in the middle of one costs that line only.
+One folder a workbench: spans.jsonl, transfers.jsonl, syncs.jsonl, changed.jsonl, metrics.jsonl, settings.jsonl,
+events.jsonl, memory.jsonl. Any process may read while another writes. A line is written at once and never changed, so a
+process killed in the middle of one costs that line only.
 
 What cannot be written, as on a full disk, ends no stage: it is kept in memory, up to a limit, and written when there is
 room; `unwritten` counts it, and a warning says so once.
@@ -28,7 +28,7 @@ from workbench.support.validation import NonNegativeInt
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.sinks import Sinks
 from workbench.telemetry.spans import Span, Transfer, trace_events, union_s
-from workbench.telemetry.syncs import Sync, judged
+from workbench.telemetry.syncs import Sync, changed_frame, judged
 
 if TYPE_CHECKING:
     import pandas
@@ -157,8 +157,10 @@ class TelemetryStore:
         self._append("transfers", [transfer.row() for transfer in transfers])
 
     def append_syncs(self, syncs: Iterable[Sync]) -> None:
-        """Add the parts of syncs and generations, as `Recorder.drain` gives them."""
-        self._append("syncs", [sync.row() for sync in syncs])
+        """Add the parts of syncs, generations and changes, as `Recorder.drain` gives them."""
+        rows = [sync.row() for sync in syncs]
+        self._append("syncs", [row for row in rows if row["event"] != "change"])
+        self._append("changed", [row for row in rows if row["event"] == "change"])
 
     def append_metrics(
         self, stage: str, run: int, iteration: int, values: Mapping[str, SupportsFloat], *, rows: int = 0
@@ -210,6 +212,10 @@ class TelemetryStore:
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """
         return _taken(self._read("syncs"), judged)
+
+    def changed(self) -> pandas.DataFrame:
+        """What updates changed, as far as it was noted: see `lab.changed`, which notes it up to now."""
+        return _taken(self._read("changed"), changed_frame)
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
         """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas
 
-SyncEvent = Literal["sync", "generation"]
+SyncEvent = Literal["sync", "generation", "change"]
 SYNC_COLUMNS = {
     "run": "int64", "stage": "str", "role": "str", "event": "str", "version": "int64", "trained_version": "int64",
     "strategy": "str", "duration_s": "float64", "moved_bytes": "int64", "whole_bytes": "int64", "taken_bytes": "int64",
     "checksum_sent": "str", "checksum_received": "str", "verdict": "str", "culprit": "str", "remedy": "str",
+}  # fmt: skip
+CHANGED_COLUMNS = {
+    "run": "int64", "since": "int64", "version": "int64", "weight": "str", "layer": "str", "elements": "int64",
+    "trained": "float64", "visible": "float64", "norm": "float64",
 }  # fmt: skip
 REMEDIES = {
     "checksum differs": "memory or transport of these ranks changes bits: sync again, and if it comes back leave the "
@@ -27,7 +31,12 @@ REMEDIES = {
 
 @dataclass(kw_only=True)
 class OpenSync:
-    """An event that is not over: what may not be known before, see `Sync`."""
+    """An event that is not over: what may not be known before, see `Sync`.
+
+    changed: of a "change", which the trainer notes, what its updates changed since `version`. By weight: its layer, its
+    elements (0: as many as all ranks compared), how many of them this rank compared, how many of these differ in
+    float32 and how many after rounding, and the squared norm of the difference.
+    """
 
     version: int
     trained_version: int
@@ -40,6 +49,7 @@ class OpenSync:
     sent: int | None = None
     received: int | None = None
     differ: tuple[str, ...] = ()
+    changed: Mapping[str, tuple[str, int, int, int, int, float]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -110,6 +120,28 @@ def judged(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
             }
         )
     return pandas.DataFrame(rows, columns=list(SYNC_COLUMNS)).astype(SYNC_COLUMNS)
+
+
+def changed_frame(parts: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+    """One row a note and weight, its ranks together, in order: `CHANGED_COLUMNS`. Ranks that hold the same elements
+    hold each of a weight's equally often, so shares are as if once."""
+    import pandas
+
+    keys, sums = ["run", "since", "version", "weight", "layer"], ["held", "trained", "visible", "norm"]
+    notes = ((part["run"], part["version"], part["trained_version"], part["changed"]) for part in parts)
+    rows = [(*note, name, *counts) for *note, changed in notes for name, counts in changed.items()]
+    frame = pandas.DataFrame(rows, columns=[*keys, "elements", *sums]).astype(CHANGED_COLUMNS)
+    frame = frame.groupby(keys, sort=False, as_index=False).agg({"elements": "max", **dict.fromkeys(sums, "sum")})
+    held = frame.pop("held")
+    frame["elements"] = frame["elements"].where(frame["elements"] > 0, held)
+    frame["norm"] = (frame["norm"] * frame["elements"] / held) ** 0.5
+    return frame.assign(trained=frame["trained"] / held, visible=frame["visible"] / held).astype(CHANGED_COLUMNS)
+
+
+def newest(changed: pandas.DataFrame, notes: int | None) -> pandas.DataFrame:
+    """The rows of the newest notes, so many; None: of all."""
+    number = changed.groupby(["run", "since", "version"], sort=False).ngroup()
+    return changed[number > number.max() - (notes or len(changed))].reset_index(drop=True)
 
 
 def _verdict(ranks: list[Mapping[str, Any]], given: tuple[tuple[int, int], int] | None) -> tuple[str, str]:

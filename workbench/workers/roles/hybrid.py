@@ -23,6 +23,7 @@ from workbench.models.spec import Model
 from workbench.settings.engines import SyncStrategy
 from workbench.support.machine import available_bytes
 from workbench.telemetry.syncs import OpenSync
+from workbench.workers.changed_weights import WatchedWeights
 from workbench.workers.engine_weights import (
     EngineWeights,
     TrainerWeights,
@@ -49,6 +50,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     the weights version of every rollout. Without `spec.generation` there is no engine: rollout workers generate, see
     `workbench.workers.roles.rollout`.
     """
+
+    _watched: WatchedWeights | None = None
 
     def __init__(self, spec: Model, context: Context, model: PreTrainedModel) -> None:
         assert spec.name and spec.training and spec.dtype
@@ -123,9 +126,36 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         super().load_state(state)
         self._restored += 1
         self._kept = "", {}
+        if self._watched is not None:
+            self._watch()
         if self.spec.generation is not None:
             self.transitions.forget()
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
+
+    def extra_state(self) -> dict[str, Any]:
+        return {**super().extra_state(), "watched": self._watched is not None}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        super().load_extra_state(state)
+        if self._watched is not None or state.get("watched"):
+            self._watch()
+
+    @register(ONE_TO_ALL)
+    def watch_weights(self) -> int:
+        """Note what updates changed since the last sync or call, for `lab.changed`. The first call takes the copy that
+        later ones compare with: its bytes on this rank; later ones give 0."""
+        self._note_changes()
+        return 0 if self._watched is not None else self._watch()
+
+    def _watch(self) -> int:
+        self._watched = None  # two copies need twice the memory
+        self._watched = WatchedWeights(self.engine, self.spec, self.context)
+        return self._watched.nbytes
+
+    def _note_changes(self) -> None:
+        if self._watched is not None and self._watched.since != self.engine.steps:
+            with self.ledger("change", self._watched.since) as noted:
+                noted.changed = self._watched.changes()
 
     def before_rollouts(self) -> None:
         self._sync()
@@ -163,6 +193,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         if strategy is None and self.generator.weights_version == self.engine.steps:
             return {}
         self.engine.load("parameters")
+        self._note_changes()
         with self.ledger("sync", self.engine.steps) as noted:
             noted.lacked = self._moved or self.generator.lacks_weights
             metrics = self._give_weights(strategy, noted)
@@ -246,6 +277,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         layout, empty, dtype = self.context.layout, torch.zeros(0), getattr(torch, self.spec.dtype)
         held: Iterable[tuple[str, Tensor]] = ()
         alone = self.spec.adapter is not None and not merged
+        if weights:
+            self._note_changes()
         if alone:  # small: every rank has all of it for a moment
             held = [(n, w.to(dtype, copy=True)) for n, w in (self.engine.scaled_adapter() if weights else ())]
             model = uncut_weights({name: weight.shape for name, weight in held}, self.spec.dtype)
