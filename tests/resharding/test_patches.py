@@ -15,7 +15,7 @@ from tests.resharding.counting import Held
 from tests.resharding.patch_ranks import patched_syncs
 from workbench.placement import Layout
 from workbench.resharding.engine import view_of
-from workbench.resharding.patches import CHUNK, Change, Choice, Patch, change, patch_bytes
+from workbench.resharding.patches import CHUNK, MOST, Change, Choice, Patch, change
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import ZeroSync, plan_sync
 from workbench.resharding.weights import model_weights
@@ -71,6 +71,16 @@ def test_bits_count_and_not_values() -> None:
     assert found.positions.tolist() == [0, 3]
     Patch.of(found, 8).add_to(old)
     assert same_bits(old, new)
+
+
+def patch_bytes(elements: float, changed: float, item_bytes: int) -> float:
+    """The bytes of a patch of a slice of which so many elements changed, anywhere, by one rounding each: what a plan of
+    whole slices becomes. A gap of more than 255 takes more bytes."""
+    if changed > MOST * elements:
+        return elements * item_bytes
+    kept = 1 - changed / max(elements, 1)
+    jumps = kept**255 / (1 - kept**255) if kept < 1 else 0.0
+    return min(changed * (1 + jumps), elements / 8) + changed
 
 
 def test_the_bytes_are_those_of_the_formula() -> None:

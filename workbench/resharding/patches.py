@@ -253,13 +253,3 @@ class Choice:
     def note(self, seconds: float, *, patched: bool) -> None:
         """What a sync took. A whole one for which something was kept is not to be noted: it takes more than others."""
         self._took_s[patched].append(seconds)
-
-
-def patch_bytes(elements: float, changed: float, item_bytes: int) -> float:
-    """The bytes of a patch of a slice of which so many elements changed, anywhere, by one rounding each: what a plan of
-    whole slices becomes. A gap of more than 255 takes more bytes."""
-    if changed > MOST * elements:
-        return elements * item_bytes
-    kept = 1 - changed / max(elements, 1)
-    jumps = kept**255 / (1 - kept**255) if kept < 1 else 0.0
-    return min(changed * (1 + jumps), elements / 8) + changed
