@@ -5,7 +5,7 @@ rounding (verl's delta weight sync; PULSE, arXiv:2602.03839). A patch has the po
 how much their bits did, both in the fewest bytes:
 
     positions     the gap to the one before in a byte, 255 for as many and more to come; or a bit for each element
-    differences   of the bits read as integers, in the smallest integers that hold them: a step of one rounding is 1
+    differences   of the bits read as integers, in a byte where they fit: a step of one rounding is 1
 """
 
 from __future__ import annotations
@@ -91,13 +91,14 @@ def _differing(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 class Patch(NamedTuple):
-    """A `Change` on its way. elements: of the slice. at: bytes of gaps, or of bits. item_bytes: of an element."""
+    """A `Change` on its way. elements: of the slice. at: bytes of gaps, or of bits. small: differences in a byte each,
+    -128 for those that are in `wide`; empty where most are."""
 
     elements: int
-    item_bytes: int
     at: np.ndarray
     is_bitmap: bool
-    differences: np.ndarray
+    small: np.ndarray
+    wide: np.ndarray
 
     @classmethod
     def of(cls, change: Change, elements: int) -> Patch:
@@ -111,28 +112,31 @@ class Patch(NamedTuple):
         else:
             at = np.full(len(gaps) + int(jumps.sum()), 255, np.uint8)
             at[np.cumsum(jumps + 1) - 1] = gaps % 255
-        least, most = (int(differences.min()), int(differences.max())) if len(differences) else (0, 0)
-        small = next(t for t in ("i1", "i2", "i4", "i8") if np.iinfo(t).min <= least and most <= np.iinfo(t).max)
-        return cls(elements, differences.itemsize, at, is_bitmap, differences.astype(small))
+        fits = np.abs(differences.astype(np.int64)) < 128
+        small, wide = np.where(fits, differences, -128).astype(np.int8), differences[~fits]
+        if small.nbytes + wide.nbytes > differences.nbytes:
+            small, wide = small[:0], differences
+        return cls(elements, at, is_bitmap, small, wide)
 
     def as_bytes(self) -> np.ndarray:
         """With what tells its parts apart, in one array of bytes."""
-        head = np.array([len(self.at), self.is_bitmap, self.differences.itemsize], np.int32)
-        return np.concatenate([part.view(np.uint8) for part in (head, self.at, self.differences)])
+        head = np.array([len(self.at), self.is_bitmap, len(self.small)], np.int32)
+        return np.concatenate([part.view(np.uint8) for part in (head, self.at, self.small, self.wide)])
 
     @classmethod
     def from_bytes(cls, message: np.ndarray, elements: int, item_bytes: int) -> Patch:
-        (length, is_bitmap, small), body = message[:HEAD_BYTES].view(np.int32).tolist(), message[HEAD_BYTES:]
-        differences = np.frombuffer(body[length:].tobytes(), f"i{small}")
-        return cls(elements, item_bytes, body[:length], bool(is_bitmap), differences)
+        at, is_bitmap, small = message[:HEAD_BYTES].view(np.int32).tolist()
+        parts = np.split(message[HEAD_BYTES:], [at, at + small])
+        wide = np.frombuffer(parts[2].tobytes(), f"i{item_bytes}")
+        return cls(elements, parts[0], bool(is_bitmap), parts[1].view(np.int8), wide)
 
     @property
     def nbytes(self) -> int:
-        return int(self.at.nbytes + self.differences.nbytes)
+        return int(self.at.nbytes + self.small.nbytes + self.wide.nbytes)
 
     @property
     def whole_bytes(self) -> int:
-        return self.elements * self.item_bytes
+        return self.elements * self.wide.itemsize
 
     @torch.no_grad()
     def add_to(self, view: Tensor) -> None:
@@ -142,7 +146,9 @@ class Patch(NamedTuple):
         else:
             ends = np.flatnonzero(self.at != 255)
             positions = np.cumsum(self.at, dtype=np.int64)[ends] + np.arange(len(ends))
-        differences = self.differences.astype(f"i{self.item_bytes}")
+        differences = self.small.astype(self.wide.dtype) if len(self.small) else self.wide
+        if len(self.small):
+            differences[self.small == -128] = self.wide
         bits = _bits(view)
         if view.is_cuda:
             at = torch.from_numpy(positions).to(view.device)
