@@ -180,7 +180,7 @@ def syncs(cases: list[Case], sizes: list[tuple[int, int, int]]) -> dict[str, lis
                     )
                     if weights[weight.name].shape != weight.shape or not torch.equal(given, expected):
                         wrong.append(weight.name)
-            if not received.total() == transition.received_bytes == plan.figures().received[rank]:
+            if not received.total() == transition.exchange.received_bytes == plan.figures().received[rank]:
                 wrong.append(f"received {received.total()}, planned {plan.figures().received[rank]}")
             if transition.handed_bytes != sum(
                 math.prod(w.local_shape(rank % t_g, t_g, 16)) * w.item_bytes for w in plan.weights

@@ -116,7 +116,7 @@ def synced(plan: ZeroSync, local: dict[str, Tensor], whole: dict[str, Tensor], t
             )
             if weights[weight.name].shape != weight.shape or not torch.equal(given, expected):
                 wrong.append(weight.name)
-    if not received == transition.received_bytes == plan.figures().received[rank]:
+    if not received == transition.exchange.received_bytes == plan.figures().received[rank]:
         wrong.append(f"received {received}, planned {plan.figures().received[rank]}")
     return wrong
 

@@ -26,6 +26,7 @@ from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
 from workbench.workers.weight_exchange import (
     AHEAD,
+    Choice,
     Contents,
     Published,
     Snapshot,
@@ -182,11 +183,11 @@ def test_what_is_on_its_way_is_bounded(publisher: Layout, monkeypatch: pytest.Mo
     exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
     pull, lock, cut, bytes_cut = exchange.pull, threading.Lock(), 0, list[int]()
 
-    def counted(published: Published, rank: int, wanted: Any, checksums: bool, patched: bool) -> Any:
+    def counted(published: Published, rank: int, wanted: Any, checksums: bool, since: str) -> Any:
         nonlocal cut
         with lock:
             cut += 1
-        pulled = pull(published, rank, wanted, checksums, patched)
+        pulled = pull(published, rank, wanted, checksums, since)
         bytes_cut.append(pulled.nbytes)
         return pulled
 
@@ -257,7 +258,7 @@ def test_after_200_syncs_every_bit_is_the_publishers(publisher: Layout, taker: L
     takers = [WeightIntake(plan, n, hosts.exchanges[f"rollout-{n}"], checksums=True) for n in range(taker.size)]
     has: list[tuple[str, dict[str, Tensor]]] = [("", {}) for _ in takers]
     kept: list[dict[str, Tensor]] = [{} for _ in range(publisher.size)]
-    needed, before = takers[0].names, ""
+    needed, before = {weight.name for weight in plan.weights}, ""
     for version in range(200):
         published = replace(hosts.published, key=f"v{version}")
         for rank in range(publisher.size):
@@ -274,10 +275,12 @@ def test_after_200_syncs_every_bit_is_the_publishers(publisher: Layout, taker: L
                 continue
             (known, mine), sent = has[rank], (intake.received_bytes, intake.whole_bytes)
             patched = known == before != ""
-            changed = [n for n, _ in intake.weights(published, torch.device("cpu"), mine, patched=patched)]
+            changed = [
+                n for n, _ in intake.weights(published, torch.device("cpu"), mine, since=known if patched else "")
+            ]
             moved, of = intake.received_bytes - sent[0], intake.whole_bytes - sent[1]
             assert moved < 0.03 * of if patched else moved == of
-            assert set(changed) == set(needed) or patched
+            assert set(changed) == needed or patched
             assert not intake.arrival.differ
             has[rank] = published.key, mine
         for exchange in hosts.exchanges.values():
@@ -348,3 +351,16 @@ def test_what_is_published_stays_as_it_was_until_it_is_released() -> None:
     assert exchange.held_bytes == 0
     with expect_error(NotFound, value="published weights k on host train-0", rule="released"):
         exchange.contents(here)
+
+
+def test_auto_goes_by_the_median_of_three() -> None:
+    choice, asked = Choice("auto"), []
+    for took in (9.0, 1.0, 1.0, 2.0, 2.0, 2.0):
+        asked.append(choice.patches)
+        choice.note(took, patches=choice.patches)
+    assert asked == [True] * 3 + [False] * 3
+    assert choice.patches
+    for _ in range(4):
+        choice.note(3.0, patches=True)
+    assert not choice.patches
+    assert (Choice("delta").patches, Choice("whole").patches) == (True, False)

@@ -249,6 +249,8 @@ class Description:
     def role_models(self) -> dict[str, RoleModel | None]:
         """What decides the bytes of each role; None: a function, or a worker of a kind that is not the role's."""
         found: dict[str, RoleModel | None] = {}
+        rollout = self.models[ROLLOUT].generation if ROLLOUT in self.models else None
+        patched = rollout is not None and rollout.sync != "whole"
         for role, model in self.models.items():
             if not self.is_ours(role):
                 found[role] = None
@@ -263,15 +265,10 @@ class Description:
                 generation=model.generation if role in ("actor", ROLLOUT) else None,
                 adapter=model.adapter,
                 samples_only=role == ROLLOUT,
-                publishes=role == "actor" and model.adapter is None and self._rollouts_take_patches,
+                publishes=role == "actor" and model.adapter is None and patched,
                 automatic_tokens=AUTOMATIC_TOKENS[self.device],
             )
         return found
-
-    @property
-    def _rollouts_take_patches(self) -> bool:
-        generation = self.models[ROLLOUT].generation if ROLLOUT in self.models else None
-        return generation is not None and generation.sync != "whole"
 
     def rooms(self) -> dict[str, Room]:
         """What decides the automatic sizes of each role on its GPUs; empty on a CPU, and for roles of which nothing is

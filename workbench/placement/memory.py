@@ -301,10 +301,11 @@ def sync_copy_bytes(role: RoleModel, layout: Layout, rank: int, stage: int, *, o
         return sum(size for _, size in local_sizes(role.weights, layout, rank)) * role.frozen_bytes // layout.d
     if settings is None or settings.sync == "whole" or role.adapter is not None:
         return 0
-    t_g = settings.tensor_parallel_size
     if role.samples_only:
-        return role.weights.nbytes // t_g if settings.engine == "vllm" and (on_cpu or t_g > 1) else 0
-    return role.weights.nbytes // t_g if layout.p * layout.t > 1 or (stage == 3 and layout.d > 1) else 0
+        return role.weights.nbytes if settings.engine == "vllm" and on_cpu else 0
+    slices = layout.size if stage == 3 else layout.p * layout.t
+    shared = settings.tensor_parallel_size if settings.strategy == "hybridflow" else 1
+    return role.weights.nbytes // shared if slices > shared else 0
 
 
 def row_bytes(role: RoleModel) -> int:

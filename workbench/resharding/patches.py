@@ -11,7 +11,6 @@ how much their bits did, both in the fewest bytes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +20,10 @@ from torch import Tensor
 from workbench.resharding.boxes import Box
 from workbench.resharding.engine import INTEGERS, Exchange
 from workbench.resharding.plan import WeightShard
-from workbench.settings.engines import SyncMode
 
-# Elements that are compared at a time: both versions stay in a processor's cache.
-CHUNK = 2**18
 # A weight of which a larger share changed is sent whole.
 MOST = 0.5
 HEAD_BYTES = 12
-# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
-TRIALS = 3
-NONE = np.zeros(0, np.int8)
 
 
 class Change(NamedTuple):
@@ -64,30 +57,12 @@ def change(old: Tensor, new: Tensor) -> Change | None:
     """What makes the bits of `new` of those of `old`, both contiguous and of one shape, dtype and device; None where
     more than `MOST` of the elements changed."""
     a, b = (_bits(tensor).view(-1) for tensor in (old, new))
-    if a.is_cuda:
-        where = (a != b).nonzero()[:, 0]
-        few = len(where) <= MOST * len(a)
-        return Change(where.cpu().numpy(), (b[where] - a[where]).cpu().numpy()) if few else None
-    positions, differences, found = [NONE], [NONE], 0
-    for start in range(0, len(a), CHUNK):
-        x, y = (bits[start : start + CHUNK].numpy() for bits in (a, b))
-        at = _differing(x, y)
-        found += len(at)
-        if found > MOST * (start + len(x)):
-            return None
-        positions.append(at + start)
-        differences.append(y[at] - x[at])
-    return Change(np.concatenate(positions), np.concatenate(differences))
-
-
-def _differing(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Where two flat arrays of integers differ. Eight bytes are compared at once, as few differ."""
-    each = 8 // x.itemsize
-    if len(x) % each:
-        return np.flatnonzero(x != y)
-    words = np.flatnonzero(x.view(np.int64) != y.view(np.int64))
-    inside = np.flatnonzero(x.reshape(-1, each)[words] != y.reshape(-1, each)[words])
-    return words[inside // each] * each + inside % each
+    differs = a != b
+    if int(differs.sum()) > MOST * len(a):
+        return None
+    at = differs.nonzero()[:, 0] if a.is_cuda else torch.from_numpy(np.flatnonzero(differs.numpy()))
+    positions = at.cpu().numpy().astype(np.int32 if len(a) < 2**31 else np.int64)
+    return Change(positions, (b[at] - a[at]).cpu().numpy())
 
 
 class Patch(NamedTuple):
@@ -240,22 +215,3 @@ class PatchingExchange:
             patch = Patch.from_bytes(message.cpu().numpy(), target.numel(), target.element_size())
             patch.add_to(self._received[key].view(1, -1))
         target.copy_(self._received[key].view(target.shape))
-
-
-class Choice:
-    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
-    `TRIALS` each, patches first."""
-
-    def __init__(self, mode: SyncMode) -> None:
-        self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
-
-    @property
-    def patches(self) -> bool:
-        patched, whole = self._took_s[True], self._took_s[False]
-        if self._mode != "auto" or len(patched) < TRIALS:
-            return self._mode != "whole"
-        return len(whole) >= TRIALS and median(patched) < median(whole)
-
-    def note(self, seconds: float, *, patched: bool) -> None:
-        """What a sync took. A whole one for which something was kept is not to be noted: it takes more than others."""
-        self._took_s[patched].append(seconds)

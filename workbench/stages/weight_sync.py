@@ -17,17 +17,17 @@ from workbench.batches.store import Weights
 from workbench.errors import BadInput
 from workbench.messages.operation import Operation
 from workbench.placement import ROLLOUT
-from workbench.resharding.patches import Choice
 from workbench.stages.group import GroupOperation, WorkerGroup
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.stages.stage import StageRun
 from workbench.workers.roles.rollout import DELEGATED
-from workbench.workers.weight_exchange import Published, SyncCost
+from workbench.workers.weight_exchange import Choice, Published
 
 
-def took_s(costs: Sequence[SyncCost]) -> float:
-    return max(cost.seconds for cost in costs)
+def took_s(ranks: Sequence[tuple[bool, float]]) -> tuple[bool, float]:
+    """Whether a sync was to go by patches, and its seconds on the slowest of the ranks that took it."""
+    return ranks[0][0], max(seconds for _, seconds in ranks)
 
 
 class Publication:
@@ -108,11 +108,9 @@ class WeightSync:
         return take
 
     def _note_cost(self, take: StageRun) -> None:
-        if self._choice is None or take.future.cancelled() or take.future.exception() is not None:
-            return
-        costs: list[SyncCost] = take.future.result()
-        if costs[0].patched or not costs[0].kept:
-            self._choice.note(took_s(costs), patched=costs[0].patched)
+        if self._choice is not None and not take.future.cancelled() and take.future.exception() is None:
+            kept, seconds = took_s(take.future.result())
+            self._choice.note(seconds, patches=kept)
 
 
 class RolloutCaller:

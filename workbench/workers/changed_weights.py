@@ -42,7 +42,7 @@ class WatchedWeights:
     @torch.no_grad()
     def changes(self) -> dict[str, tuple[str, int, int, int, int, float]]:
         """What has changed since the last time, see `OpenSync.changed`; then the copy is of this version."""
-        found, self.since = {}, self._engine.steps
+        found = {}
         for name, now in self._held():
             trained, visible, square = 0, 0, 0.0
             for new, kept in zip(now.split(PIECE), self._kept[name].split(PIECE), strict=True):
@@ -55,6 +55,7 @@ class WatchedWeights:
             found[name] = layer, self._elements.get(name, 0), now.numel(), trained, visible, square
         if self._offloads:  # the engine's weights may come next
             self._engine.offload("optimizer")
+        self.since = self._engine.steps
         return found
 
 

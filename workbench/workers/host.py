@@ -253,10 +253,10 @@ class Host(Shards):
         return contents
 
     def cut_weights(
-        self, key: str, wanted: Sequence[Slice], checksums: bool, patched: bool
+        self, key: str, wanted: Sequence[Slice], checksums: bool, since: str
     ) -> tuple[list[Any], list[int]]:
         """Slices of published weights for another process, or patches of them: see `WeightExchange.served`."""
-        return self._exchange.served(key, wanted, checksums, patched)
+        return self._exchange.served(key, wanted, checksums, since)
 
     def publish_probe(self, key: str) -> None:
         self._exchange.publish(key, probe()[0])

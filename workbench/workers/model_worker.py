@@ -73,10 +73,11 @@ class ModelWorker(PassWorker):
         set_random_state(state["random"])
 
     def take_notes(self) -> tuple[str, ...]:
+        others = super().take_notes()
         if self.engine is None:
-            return ()
+            return others
         notes, self.budget.notes = tuple(self.budget.notes), []
-        return notes
+        return (*notes, *others)
 
     @property
     def uses_device(self) -> bool:

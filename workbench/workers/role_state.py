@@ -321,7 +321,7 @@ class _Files:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def pull(
-        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> Pulled:
         began = time.perf_counter()
         with self._lock:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,7 @@ from workbench.resharding.engine import Arrival, checksums_of, fill, view_of
 from workbench.resharding.patches import Change, Patch, change
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
+from workbench.settings.engines import SyncMode
 from workbench.telemetry import Recorder
 from workbench.telemetry.spans import TransferKind
 
@@ -110,9 +112,11 @@ class Snapshot:
         piece of host memory already is not copied."""
         return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
-    def sent(self, wanted: Sequence[Slice], patched: bool) -> list[Sent]:
-        """The same; patched: patches in place of them, where these are smaller."""
-        patches = [self._patch(*one) if patched else None for one in wanted]
+    def sent(self, wanted: Sequence[Slice], since: str) -> list[Sent]:
+        """The same for who has what was published under the key `since`: patches, where that was the one before, and
+        where they are smaller."""
+        known = since and self.contents is not None and since == self.contents.since
+        patches = [self._patch(*one) if known else None for one in wanted]
         whole = iter(self.cut([one for one, patch in zip(wanted, patches, strict=True) if patch is None]))
         return [next(whole) if patch is None else patch for patch in patches]
 
@@ -219,25 +223,36 @@ class Pulled(NamedTuple):
         return sum(part.whole_bytes if isinstance(part, Patch) else part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncCost:
-    """What a sync took of one rank, publishing included. kept: whether the publisher keeps what it published; patched:
-    whether patches were sent. moved_bytes: from other processes; whole_bytes: of the slices that these were of."""
+# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
+TRIALS = 3
 
-    kept: bool
-    patched: bool
-    moved_bytes: int
-    whole_bytes: int
-    seconds: float
+
+class Choice:
+    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
+    `TRIALS` each, patches first, whose first is whole."""
+
+    def __init__(self, mode: SyncMode) -> None:
+        self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
+
+    @property
+    def patches(self) -> bool:
+        patched, whole = self._took_s[True], self._took_s[False]
+        if self._mode != "auto" or len(patched) < TRIALS:
+            return self._mode != "whole"
+        return len(whole) >= TRIALS and median(patched) < median(whole)
+
+    def note(self, seconds: float, *, patches: bool) -> None:
+        """What a sync took that was to go in this way."""
+        self._took_s[patches].append(seconds)
 
 
 class WeightSource(Protocol):
     """Where slices come from: other hosts, or files."""
 
     def pull(
-        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> Pulled:
-        """Slices of rank `rank` of the publisher. patched: or patches of them. Any thread may call it."""
+        """Slices of rank `rank` of the publisher; since: or patches, see `Snapshot.sent`. Any thread may call it."""
 
     def record(self, published: Published, rank: int, pulled: Pulled, what: str) -> bool:
         """Record what arrived, under a name; whether it came from elsewhere."""
@@ -277,12 +292,12 @@ class WeightExchange:
         return found
 
     def served(
-        self, key: str, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+        self, key: str, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> tuple[list[Any], list[int]]:
         """Slices of a snapshot, or patches of them, as arrays for another process, and the checksums of the slices
         where asked for."""
         snapshot = self.snapshot(key)
-        parts = [part if isinstance(part, Patch) else array_of(part) for part in snapshot.sent(wanted, patched)]
+        parts = [part if isinstance(part, Patch) else array_of(part) for part in snapshot.sent(wanted, since)]
         return parts, snapshot.checksums(wanted) if checksums else []
 
     def contents(self, published: Published) -> Contents:
@@ -297,14 +312,14 @@ class WeightExchange:
         return published.hosts[rank] == self._host
 
     def pull(
-        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, patched: bool = False
+        self, published: Published, rank: int, wanted: Sequence[Slice], checksums: bool, since: str = ""
     ) -> Pulled:
         began = time.perf_counter()
         if self.is_here(published, rank):
             snapshot = self.snapshot(published.key)
             sums = snapshot.checksums(wanted) if checksums else []
-            return Pulled(snapshot.sent(wanted, patched), sums, began, time.perf_counter())
-        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums, patched)
+            return Pulled(snapshot.sent(wanted, since), sums, began, time.perf_counter())
+        arrays, sums = self._ask(published.hosts[rank], "cut_weights", published.key, wanted, checksums, since)
         parts = [array if isinstance(array, Patch) else tensor_over(array) for array in arrays]
         return Pulled(parts, sums, began, time.perf_counter())
 
@@ -353,11 +368,6 @@ class WeightIntake:
                 )
             self._layers.append(layer)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the weights that this rank takes."""
-        return [weight.name for layer in self._layers for weight in layer.weights]
-
     @torch.no_grad()
     def weights(
         self,
@@ -365,16 +375,15 @@ class WeightIntake:
         device: torch.device,
         kept: dict[str, Tensor] | None = None,
         *,
-        patched: bool = False,
+        since: str = "",
     ) -> Iterator[tuple[str, Tensor]]:
         """This rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's slices
         written.
 
         kept: of whole shapes by name, in which they are written, and which stay; None: each is dropped after its layer.
-        patched: `kept` has what was published before, and patches will do: only layers in which something changed are
-        given.
+        since: the key of what `kept` has: then patches may come, and only layers in which something changed are given.
         """
-        for layer, buckets in self._pulled(published, patched):
+        for layer, buckets in self._pulled(published, since):
             matrices = {} if kept is None else kept
             by_name, changed = {weight.name: weight for weight in layer.weights}, False
             for bucket in buckets:
@@ -407,7 +416,7 @@ class WeightIntake:
             self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
         return any(part.nbytes for part in bucket.pulled.parts)
 
-    def _pulled(self, published: Published, patched: bool = False) -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
+    def _pulled(self, published: Published, since: str = "") -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
         """Layer by layer what this rank needs; the next buckets are requested while the last is used."""
         self.arrival = Arrival()
         asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
@@ -416,7 +425,7 @@ class WeightIntake:
 
             def ask() -> None:
                 if (request := next(asked, None)) is not None:
-                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums, patched))
+                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums, since))
 
             def buckets(layer: _Layer) -> Iterator[_Bucket]:
                 for rank, wanted in layer.in_turn(self._rank):

@@ -21,13 +21,14 @@ from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
 from workbench.resharding.engine import Arrival, ReshardingEngine, fill
-from workbench.resharding.patches import Choice, PatchingExchange
+from workbench.resharding.patches import PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.weights import Weight, model_weights
 from workbench.settings.engines import Generation
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.communicator import Communicator
+from workbench.workers.weight_exchange import Choice
 from workbench.workers.worker import Context
 
 if TYPE_CHECKING:
@@ -120,16 +121,15 @@ class WeightTransitions:
             plan = plan_of(config, layout, self._spec.generation, self._spec.dtype, strategy, self.slices)
             self._made[strategy] = WeightTransition(plan, communicator, checksums=self._spec.generation.check_sync)
         transition = self._made[strategy]
-        exchange, began = transition.exchange, time.perf_counter()
+        exchange = transition.exchange
         received, whole, handed = exchange.received_bytes, exchange.whole_bytes, transition.handed_bytes
-        nbytes = transition.plan.weights.nbytes // self._spec.generation.tensor_parallel_size
-        full = self._choice.patches and not exchange.kept_bytes and not has_room(nbytes)
+        patches, most = self._choice.patches, transition.most_kept_bytes
+        full = patches and most > 0 and not exchange.kept_bytes and not has_room(most)
         failed, full = communicator.all_reduce_max(torch.tensor([self._failed, full], dtype=torch.int64)).tolist()
         if failed:
             self.forget()  # of a transition that did not end, ranks have kept what others have not
-        keeps = self._choice.patches and not full
-        self._failed, patched = True, keeps and exchange.kept_bytes > 0
-        exchange.begin(keeps=keeps)
+        self._failed, began = True, time.perf_counter()
+        exchange.begin(keeps=patches and not full)
         weights = transition.weights(dict(self._trainer.local_weights()), getattr(torch, self._spec.dtype))
         self._generator.update_weights(weights, self._trainer.steps)
         noted.strategy, arrival = strategy, Arrival()
@@ -141,10 +141,8 @@ class WeightTransitions:
         noted.differ = tuple(f"{name} from rank {rank}" for name, rank in arrival.differ)
         everywhere = communicator.all_reduce(torch.tensor([noted.moved_bytes, len(noted.differ)])).tolist()
         self._failed = bool(everywhere[1])
-        took_s = torch.tensor([time.perf_counter() - began, float(patched)], dtype=torch.float64)
-        seconds, patched = communicator.all_reduce_max(took_s).tolist()
-        if patched or not exchange.keeps:
-            self._choice.note(seconds, patched=bool(patched))
+        took_s = communicator.all_reduce_max(torch.tensor([time.perf_counter() - began], dtype=torch.float64))
+        self._choice.note(took_s.item(), patches=patches)
         if everywhere[1]:
             self._generator.weights_version = -1
             raise self._not_as_sent(transition, arrival)
@@ -170,8 +168,8 @@ class WeightTransition:
     """One rank's part of a transition, again and again. Weights are cast to the engine's dtype before they move, which
     halves the bytes of fp32 weights for an engine in bfloat16.
 
-    received_bytes: that this rank received so far. handed_bytes: of generation shards, given to the engine so far.
-    kept_twice_bytes: that all ranks together keep beside their generation shards, by the plan.
+    handed_bytes: of generation shards, given to the engine so far. By the plan: kept_twice_bytes, that all ranks
+    together keep beside their generation shards; most_kept_bytes, that this rank keeps for patches.
     """
 
     def __init__(self, plan: Transition | ZeroSync, communicator: Communicator, *, checksums: bool = False) -> None:
@@ -179,11 +177,9 @@ class WeightTransition:
         self.exchange = PatchingExchange(communicator)
         self._rank, self._engine = communicator.rank, ReshardingEngine(plan, self.exchange, checksums=checksums)
         self._by_name = {weight.name: weight for weight in plan.weights}
-        self.kept_twice_bytes = int(plan.figures().kept_twice.sum())
-
-    @property
-    def received_bytes(self) -> int:
-        return self.exchange.received_bytes
+        figures = plan.figures()
+        self.kept_twice_bytes = int(figures.kept_twice.sum())
+        self.most_kept_bytes = int(figures.received[self._rank] + figures.sent[self._rank])
 
     @torch.no_grad()
     def weights(self, trained: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -297,9 +297,9 @@ class GenerationEngine(ABC):
         """
 
     def live_weights(self) -> dict[str, Tensor]:
-        """The tensors that the engine computes with, by transformers' names, where it takes new weights by writing into
-        them and does nothing else: who writes there himself ends with an empty partial `update_weights`. Empty where it
-        keeps weights in another form, or has none now."""
+        """The tensors that the engine computes with, all by transformers' names, where it takes new weights by writing
+        into them and does nothing else: who writes there himself ends with an empty partial `update_weights`. Empty
+        where it keeps some in another form, or has none now."""
         return {}
 
     def readable_weights(self) -> Mapping[str, Tensor]:

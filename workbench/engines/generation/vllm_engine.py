@@ -333,22 +333,27 @@ class VllmEngine(GenerationEngine):
         """vLLM's own reload; the first time it is also used to find a faster way, see `WeightCopies`. partial: layers
         that do not come stay as they are, packed copies included."""
         shapes, sums = dict[str, torch.Size](), dict[str, Tensor]()
-        # it warns of every layer that stays
-        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR if partial else 0)
+        given, logger = list[str](), logging.getLogger("vllm.model_executor.model_loader.reload")
+        level = logger.level
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights:
+                given.append(name)
                 if self._may_copy:
                     shapes[name], sums[name] = weight.shape, bit_sum(weight.to(self._dtype))
                 yield name, weight
 
         try:
+            logger.setLevel(logging.ERROR if partial else level)  # it warns of every layer that stays
             self._reload(noted())
         except BaseException:
             # vLLM keeps the weights of unfinished layers, and would add them to the next reload's.
             self._reload(iter(()))
             raise
-        self._engine.apply_model(_refresh_tied_head)
+        finally:
+            logger.setLevel(level)
+        if any("embed" in name for name in given):
+            self._engine.apply_model(_refresh_tied_head)
         if self._may_copy:
             self._may_copy = False
             (copies,) = self._engine.apply_model(lambda model: WeightCopies.recorded(model, shapes))
@@ -364,7 +369,7 @@ class VllmEngine(GenerationEngine):
         return self._engine.model_executor.driver_worker.worker.model_runner
 
     def live_weights(self) -> dict[str, Tensor]:
-        return self._copies.places() if self._copies and not self.lacks_weights else {}
+        return self._copies.live() if self._copies and not self.lacks_weights else {}
 
     def readable_weights(self) -> Mapping[str, Tensor]:
         if self._settings.tensor_parallel_size > 1:

@@ -101,6 +101,10 @@ class WeightCopies:
         alone = {name: parts[0] for name, parts in self._slices.items() if len(parts) == 1}
         return {name: part.target for name, part in alone.items() if part.region is None}
 
+    def live(self) -> dict[str, Tensor]:
+        """The same where they are all weights; else empty."""
+        return places if (places := self.places()).keys() == self._shapes.keys() else {}
+
 
 class _Recorder(TorchDispatchMode):
     """Records copies from weights without data into real tensors, and leaves these unchanged. asks_for_more: whether

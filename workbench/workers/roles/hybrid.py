@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.display.html import bytes_text
 from workbench.errors import BadInput
 from workbench.messages.metrics import Metrics
 from workbench.messages.operation import register
@@ -21,7 +20,6 @@ from workbench.models import load_tokenizer
 from workbench.models.lora import without_adapter
 from workbench.models.spec import Model
 from workbench.settings.engines import SyncStrategy
-from workbench.support.machine import available_bytes
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.changed_weights import WatchedWeights
 from workbench.workers.engine_weights import (
@@ -60,7 +58,6 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._restored = 0
         # what rollout workers were sent, where they are sent patches: its key, and this rank's part
         self._kept: tuple[str, dict[str, Tensor]] = "", {}
-        self._said = False  # that there is no room for it
         if not context.waits:
             self.begin()
 
@@ -125,11 +122,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self._restored += 1
-        self._kept = "", {}
-        if self._watched is not None:
-            self._watch()
+        self._forget()
         if self.spec.generation is not None:
-            self.transitions.forget()
             self.generator.weights_version = -1  # equal steps are not equal weights any more: the next call syncs
 
     def extra_state(self) -> dict[str, Any]:
@@ -137,7 +131,14 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        if self._watched is not None or state.get("watched"):
+        self._forget(watches=bool(state.get("watched")))
+
+    def _forget(self, *, watches: bool = False) -> None:
+        """Of other weights than before: what was sent, and what `lab.changed` compares with."""
+        self._kept = "", {}
+        if self.spec.generation is not None:
+            self.transitions.forget()
+        if self._watched is not None or watches:
             self._watch()
 
     @register(ONE_TO_ALL)
@@ -205,7 +206,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         metrics: Metrics = {}
         with self.context.recorder.span("weight_sync") as counted:
             if self.transitions.slices is not None:
-                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted, self._has_room)
+                metrics = self.transitions.sync(strategy or self.spec.generation.strategy, noted, self.has_room)
             else:
                 noted.taken_bytes = self.generator.update_weights(self._weights(), self.engine.steps)
             counted.bytes = noted.taken_bytes
@@ -289,7 +290,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
                 held = self.engine.local_weights() if slices else self.engine.named_weights()
         since, kept = self._kept if keep else ("", {})
         if keep and not since:
-            keep = self._has_room(model.nbytes // layout.size)
+            keep = self.has_room(model.nbytes // layout.size)
         if keep is not None:
             self._kept = "", {}  # until the new one is complete
         ids = self._probe_ids() if probe else empty
@@ -311,17 +312,6 @@ class HybridWorker(TrainedWorker, SamplingWorker):
             self._kept = key, kept
         contents = replace(contents, took_s=time.perf_counter() - began)
         self.context.exchange.publish(key, replace(snapshot, contents=contents))
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether there is room to keep so many bytes for patches; where there is none it is said, once."""
-        on_gpu = self.context.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.context.device)[0] if on_gpu else available_bytes()
-        if free < nbytes and not self._said:
-            self._said = True
-            self.budget.notes.append(
-                f"weight syncs are whole: patches need a copy of {bytes_text(nbytes)}, and {bytes_text(free)} are free"
-            )
-        return free >= nbytes
 
     def memory_bytes(self) -> dict[str, int]:
         kept = sum(tensor.nbytes for tensor in self._kept[1].values())

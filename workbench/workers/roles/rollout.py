@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from workbench.errors import BadInput, SyncError
@@ -32,7 +31,6 @@ from workbench.workers.roles.sampling import SamplingWorker
 from workbench.workers.weight_exchange import (
     Contents,
     Published,
-    SyncCost,
     WeightIntake,
     plan_of_taking,
     uncut_weights,
@@ -103,9 +101,10 @@ class RolloutWorker(SamplingWorker):
         return {**super().memory_bytes(), **({"sync_copy": kept} if kept else {})}
 
     @register(ONE_TO_ALL)
-    def receive_weights(self, published: Published) -> SyncCost:
-        """Take the weights that the actor has published, as part of `sync_weights`; what it took. After an error no
-        rank has weights to generate with, until the next call succeeds, which is then sent all."""
+    def receive_weights(self, published: Published) -> tuple[bool, float]:
+        """Take the weights that the actor has published, as part of `sync_weights`; whether the actor keeps them, for
+        patches, and the seconds that it took, publishing included. After an error no rank has weights to generate with,
+        until the next call succeeds, which is then sent all."""
         assert self.spec.generation is not None
         communicator, found, adapter = self.context.communicator, list[Contents](), dict[str, Tensor]()
         has, self._has, began = self._has, "", time.perf_counter()
@@ -116,26 +115,22 @@ class RolloutWorker(SamplingWorker):
             noted.version = noted.trained_version
             intake = self._intake(published, found[0], self.layout)
             before, whole = intake.received_bytes, intake.whole_bytes
-            keeps = found[0].keeps and self.spec.adapter is None
-            live = self._live(intake.names) if keeps else {}
-            if live or not keeps:
-                self._kept.clear()
-            kept = (live or self._kept) if keeps else None
-            patched = bool(kept) and has == found[0].since != "" and not self._moved
-            patched = patched and self.generator.weights_version >= 0
-            weights: Iterable[tuple[str, Tensor]] = intake.weights(
-                published, self.context.device, kept, patched=patched
-            )
+            live = self.generator.live_weights() if found[0].keeps else {}
+            into = live or (self._copy() if found[0].keeps else None)
+            since = has if into and has == found[0].since and not self._moved and version >= 0 else ""
+            weights: Iterable[tuple[str, Tensor]] = intake.weights(published, self.context.device, into, since=since)
+            if into is not self._kept:
+                self._kept = {}
             if self.spec.adapter is not None:
                 adapter.update(weights)
                 weights = adapter.items()
             if live:
                 noted.taken_bytes = sum(weight.nbytes for _, weight in weights)
                 weights = ()
-            taken = self.generator.update_weights(weights, found[0].version, partial=patched or bool(live))
+            taken = self.generator.update_weights(weights, found[0].version, partial=bool(since or live))
             noted.taken_bytes += taken
             noted.moved_bytes, noted.whole_bytes = intake.received_bytes - before, intake.whole_bytes - whole
-            noted.strategy = "patches" if patched else ""
+            noted.strategy = "patches" if since else ""
             self._require_as_sent(intake.arrival, noted)
             return [noted.moved_bytes]
 
@@ -164,16 +159,14 @@ class RolloutWorker(SamplingWorker):
         self._moved = False
         if found[0].keeps:
             self._has = published.key
-        return SyncCost(
-            patched=noted.strategy != "", kept=found[0].keeps, moved_bytes=noted.moved_bytes,
-            whole_bytes=noted.whole_bytes, seconds=found[0].took_s + time.perf_counter() - began,
-        )  # fmt: skip
+        return found[0].keeps, found[0].took_s + time.perf_counter() - began
 
-    def _live(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The engine's own weights, where what comes can be written there."""
-        assert self.spec.dtype is not None
-        live, dtype = self.generator.live_weights(), getattr(torch, self.spec.dtype)
-        return live if all(name in live and live[name].dtype == dtype for name in names) else {}
+    def _copy(self) -> dict[str, Tensor] | None:
+        """Where to keep what comes, for an engine that has weights in another form: in host memory, if there is
+        room."""
+        on_cpu = self.context.device.type == "cpu"
+        room = on_cpu and (self._kept or self.has_room(self.generator.memory_bytes()["weights"]))
+        return self._kept if room else None
 
     def _require_as_sent(self, arrival: Arrival, noted: OpenSync) -> None:
         """Record the checksums of what arrived; `SyncError` where they are not those of what was sent."""

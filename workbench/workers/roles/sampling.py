@@ -15,6 +15,7 @@ from workbench.batches.columns import Table
 from workbench.batches.schema import CONTEXT_STARTS, STATUS
 from workbench.data.agent import Agents
 from workbench.data.environment import Environments
+from workbench.display.html import bytes_text
 from workbench.engines.generation import GenerationEngine, make_generation_engine
 from workbench.errors import SyncError
 from workbench.messages.calls import Output
@@ -28,6 +29,7 @@ from workbench.placement import Pool
 from workbench.settings.context import GivenContext
 from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, keeps_mask, truncation
 from workbench.support.calls.pickling import name_of
+from workbench.support.machine import available_bytes
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
@@ -103,6 +105,7 @@ class SamplingWorker(Worker):
     tokenizer: PreTrainedTokenizerBase
     sync_metrics: SyncMetrics
     _moved = False  # moved or restored since the last sync: the engine has the weights of the model's files
+    _room_note, _said = "", False  # that there is no room for what patches need, and whether it was said
 
     def start_engine(
         self, *, trainer: PreTrainedModel | None = None, sleeps: bool = False, lora: LoRA | None = None
@@ -147,6 +150,21 @@ class SamplingWorker(Worker):
     def _drawn_with(self) -> list[int]:
         """What tells the weights that are generated with from others."""
         return [self.generator.weights_version, *self.trained()]
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes may be kept for patches on the device: not where roles take turns in it. Where there is
+        no room it is said, once."""
+        on_gpu = self.context.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.context.device)[0] if on_gpu else available_bytes()
+        if on_gpu and self.context.host.offloads:
+            free = 0
+        if free < nbytes and not self._said:
+            self._room_note, self._said = f"weight syncs are whole: for patches a rank keeps {bytes_text(nbytes)}", True
+        return free >= nbytes
+
+    def take_notes(self) -> tuple[str, ...]:
+        said, self._room_note = self._room_note, ""
+        return (*super().take_notes(), *([said] if said else []))
 
     def memory_bytes(self) -> dict[str, int]:
         held = super().memory_bytes()
