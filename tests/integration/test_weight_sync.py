@@ -177,3 +177,32 @@ def test_what_no_engine_can_do_is_refused(tmp_path: Path) -> None:
             lab.actor.sync_weights(strategy="all")
         with pytest.raises(BadInput, match=r"p\*t = 1"):
             lab.actor.sync_weights(strategy="v")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [wb.Layout(1, 2, 1), pytest.param(wb.Layout(1, 1, 2), marks=pytest.mark.thorough)],
+    ids=["tensor", "zero"],
+)
+def test_what_did_not_change_is_not_sent(layout: wb.Layout, tmp_path: Path) -> None:
+    """In bfloat16 after small steps; whole the first time and after a restored state; each weight to the bit."""
+    how: dict[str, Any] = {"zero_stage": 3} if layout.t == 1 else {"engine": "torch"}
+    with wb.open(
+        "patches", models={"actor": TINY}, prompts="arithmetic", devices=2, dtype="bfloat16", runs=tmp_path / "runs",
+        placement=wb.Placement.colocate(2, layouts={"actor": layout}),
+        training=wb.Training(**how, learning_rate=1e-6, minibatches=1),
+        generation=wb.Generation(engine="transformers", max_model_tokens=64, sync="delta"),
+    ) as lab:  # fmt: skip
+        sent = []
+        for update in range(4):
+            if update == 3:
+                with lab.kept("actor"):
+                    pass
+            lab.actor.update_sft(lab.put(drawn(update)))
+            lab.actor.sync_weights()
+            last = lab.syncs().iloc[-1]
+            assert (last["verdict"], last["checksum_sent"]) == ("ok", last["checksum_received"])
+            sent.append(last["moved_bytes"] / last["whole_bytes"])
+        assert sent[0] == sent[3] == 1
+        assert 0 < sent[1] < 0.1 > sent[2] > 0
+        assert all(found.differ == () for found in lab.actor.compare_weights())

@@ -370,6 +370,10 @@ def test_patches_bring_what_changed(runs: Path, monkeypatch: pytest.MonkeyPatch,
             assert patched
             assert 0 < moved < 0.1 * whole
             assert of == whole
+        held, estimated = lab.topology().set_index("role"), lab.estimate().frame().set_index("role")
+        copies = held["sync_copy_bytes"]
+        assert copies.to_dict() == estimated["sync_copy_bytes"].reindex(copies.index, fill_value=0).to_dict()
+        assert copies["actor"] == whole == (copies["rollout"] or whole)  # an engine that is patched in place has none
         with lab.kept("actor"):
             step()
             assert synced()[0]
@@ -431,3 +435,19 @@ def test_auto_keeps_what_took_less_time(runs: Path, monkeypatch: pytest.MonkeyPa
             # the first is whole, and so is the one after those that were not kept
             assert modes == [False, True, True, *[False] * (4 if patched else 7), *[True] * (3 if patched else 0)]
             assert bool(worker(lab, "actor")._kept[0]) == patched
+
+
+def test_where_there_is_no_room_for_a_copy_syncs_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("workbench.workers.roles.sampling.available_bytes", lambda: 100_000)
+    generation = wb.Generation(engine="transformers", sync="delta", max_model_tokens=192)
+    with apart(tmp_path, **BFLOAT16, generation=generation) as lab:
+        for _ in range(3):
+            lab.actor.update_actor(lab.put(stored()))
+            lab.actor.sync_weights()
+        syncs = lab.syncs()
+        assert (syncs["moved_bytes"] == syncs["whole_bytes"]).all()
+        assert lab.topology()["sync_copy_bytes"].max() == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("weight syncs are whole: for patches a rank keeps") == 1
