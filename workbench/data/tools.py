@@ -97,12 +97,13 @@ class Tool:
         hints = get_type_hints(function, include_extras=True)
         types = {parameter.name: hints[parameter.name] for parameter in parameters}
         try:
-            cls(schema, function, types)._checks  # noqa: B018 (of another one: a tool is sent to processes without it)
+            cls(schema, function, types).checks  # noqa: B018 (of another one: a tool is sent to processes without it)
         except Exception as error:  # pydantic raises many kinds
             raise BadInput(
-                f"a tool {schema['function']['name']!r}", f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
+                f"a tool {schema['function']['name']!r}",
+                f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
                 "use types that JSON has",
-            ) from error  # fmt: skip
+            ) from error
         return cls(schema, function, types)
 
     @property
@@ -114,13 +115,13 @@ class Tool:
         if self.types is None:
             return dict(given)
         try:
-            return self._checks.validate_python(dict(given))
+            return self.checks.validate_python(dict(given))
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise _WrongCall(f"wrong arguments of {self.name}: {'; '.join(wrong)}") from None
 
     @functools.cached_property
-    def _checks(self) -> TypeAdapter[dict[str, Any]]:
+    def checks(self) -> TypeAdapter[dict[str, Any]]:
         """Of the arguments as a dict, in which those with a default may be missing."""
         parameters, kinds = inspect.signature(self.function).parameters, self.types or {}
         optional = {name for name in kinds if parameters[name].default is not inspect.Parameter.empty}
