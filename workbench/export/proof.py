@@ -210,14 +210,10 @@ def _calls(folder: Path | None) -> list[Call]:
         (
             int(row["iteration"]),
             str(row["stage"]),
-            {name: value for name, value in row.items() if name not in known and _counts(name, value)},
+            {n: v for n, v in row.items() if not (n in known or n.endswith(TIMES) or math.isnan(v))},
         )
         for row in rows
     ]
-
-
-def _counts(name: str, value: float) -> bool:
-    return not name.endswith(TIMES) and not math.isnan(value)
 
 
 def _compared(lab: str, first: Sequence[Call], second: Sequence[Call], tolerance: float) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ execution numbers."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -254,7 +255,7 @@ def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], 
     for place, call, _ in record.elsewhere:
         groups.setdefault(place, []).append(call)
     made_names, behind = dict[str, str](), dict[int, list[Cell]]()
-    bound = list(accumulate((_names(cell)[0] if cell.exported else set() for cell in cells), set.union))
+    bound = list(accumulate((_names(cell)[0] if cell.exported else set[str]() for cell in cells), operator.or_))
     for place, calls in groups.items():
         after = next((ends[n] for n in range(place, -1, -1) if n in ends), None)
         at = next((n for n, cell in enumerate(cells) if cell is after), 0)
