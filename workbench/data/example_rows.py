@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.data.prompt_rows import FORM, Message, chat_messages
+from workbench.data.prompt_rows import FORM, Conversation, Message, chat_messages
 from workbench.data.readers import Row
 from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
@@ -22,8 +22,6 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 FLOAT32_MAX = 3.4028234663852886e38
-
-Conversation = str | list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
