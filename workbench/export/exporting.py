@@ -212,13 +212,11 @@ def _keys_told(cells: Sequence[Cell], text: str) -> list[str]:
 
 def _title(cells: Sequence[Cell]) -> str:
     """The first text of the page, if no code comes before it."""
-    for cell in cells:
-        if cell.code and not cell.blank:
-            break
-        if not cell.code and not cell.blank:
-            first, _, rest = escaped(cell.text).strip().partition("\n")
-            return f"{first.lstrip('#').strip()}\n{rest}".strip()
-    return ""
+    above = next((cell for cell in cells if not cell.blank), None)
+    if above is None or above.code:
+        return ""
+    first, _, rest = escaped(above.text).strip().partition("\n")
+    return f"{first.lstrip('#').strip()}\n{rest}".strip()
 
 
 def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int, str]:
@@ -232,23 +230,13 @@ def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int,
             first_of[id(statement.cell)] = statement
     explained: dict[int, str] = {}
     texts: list[str] = []
-    titled = False
-    for cell in cells:
-        if cell.blank:
-            continue
+    for cell in [cell for cell in cells if not cell.blank][bool(_title(cells)) :]:  # without the title
         if not cell.code:
-            if titled or _title(cells) == "":
-                texts.append(cell.text)
-            titled = True
+            texts.append(cell.text)
             continue
-        titled = True
-        if cell.tags & TAGS:
-            texts.clear()
-        elif id(cell) in first_of and texts:
-            explained[id(first_of[id(cell)])] = "\n\n".join(_plain(text) for text in texts)
-            texts.clear()
-        elif id(cell) not in first_of:
-            texts.clear()
+        if id(cell) in first_of and texts and not cell.tags & TAGS:
+            explained[id(first_of[id(cell)])] = "\n\n".join(map(_plain, texts))
+        texts.clear()
     return explained
 
 
