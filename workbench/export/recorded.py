@@ -15,7 +15,7 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.export.cells import Cell, Notebook, python_of
-from workbench.export.interrupted import Made, MadeCall, done_of, expression, position_of, resumed_later, written
+from workbench.export.interrupted import Made, MadeCall, done_of, expression, mark_finished, position_of, written
 from workbench.export.statements import Statement, statements_of
 from workbench.session.run_record import RunCell
 from workbench.telemetry.store import TelemetryStore
@@ -97,10 +97,8 @@ def read_record(folders: Iterable[Path]) -> Record:
                     open_cells.setdefault(details["cell"], Made()).calls.append(call)
                 else:
                     elsewhere.append((last, call, name, opened.get(name, 0)))
-    later = resumed_later(everything)
-    for one in made.values():
-        one.calls[:] = [later.get(id(call), call) for call in one.calls]
-    called = ((place, later.get(id(call), call), opened.get(name, 0) > n) for place, call, name, n in elsewhere)
+    mark_finished(everything)
+    called = ((place, call, opened.get(name, 0) > times) for place, call, name, times in elsewhere)
     return Record(tuple(runs), placements, tuple(settings), made, tuple(called), tuple(lost))
 
 
