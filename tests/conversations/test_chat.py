@@ -117,8 +117,8 @@ def test_an_answer_that_is_edited_is_what_the_policy_reads(lab: wb.Workbench, ch
     assert lab.decode(edited.answer_ids) == "<eleven>" and lab.decode(edited.own_ids) == "<1>"
     assert edited.token_ids == chat.tree.turns[0].token_ids and edited.written_by == "policy"
     chat.step()
-    assert lab.decode(chat.tree.tokens(chat.path, answered=True)).startswith("go ")
-    assert "<eleven>" in lab.decode(chat.tree.tokens(chat.path, answered=True))
+    assert lab.decode(chat.tree.tokens(chat.path)).startswith("go ")
+    assert "<eleven>" in lab.decode(chat.tree.tokens(chat.path))
 
 
 def test_what_a_hand_was_in_is_not_trained(lab: wb.Workbench, chat: Chat) -> None:

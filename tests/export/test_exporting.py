@@ -128,7 +128,7 @@ def test_a_script_without_options_says_which_it_could_have() -> None:
     texts = ["MODEL = 'tiny-llama'  # the actor's\nSTEPS, seen = 3, []\nrate = 1e-5\nn = 0", IMPORT, OPEN]
     use = "n += 1\nlab.report(MODEL, {'n': rate * n})\nlab.close()"
     script = script_of(page(("# Title",), *texts, use))
-    hint = "no cell is tagged `parameters`, so the script has no options of its own. MODEL, rate (cell 2) become"
+    hint = "This script has no options of its own. MODEL, rate (cell 2) become"
     assert [told for told in script.told if told.startswith(hint) and told.endswith("`--parameters MODEL rate`")]
     head = " ".join(line.lstrip("# ") for line in script.text.split("import workbench")[0].splitlines())
     assert "This script has no options of its own. MODEL, rate become options where their cell in the" in head

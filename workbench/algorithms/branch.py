@@ -178,16 +178,12 @@ class Comparison(Charted):
         names = ", ".join(arm.name for arm in self.arms)
         return f"<Comparison of {names} on {self.batch.name}: {len(self.df)} metrics>"
 
-    def _same(self, name: str) -> bool:
-        """Whether several arms have a column, and all of them the same numbers in it."""
-        frame = self.column(name)
-        first = frame.iloc[:, 0]
-        return frame.shape[1] > 1 and all(values.equals(first) for _, values in frame.items())
-
     def _compared(self) -> tuple[list[str], list[str]]:
         """Columns of numbers that arms have: those that differ, and those that are the same in all."""
         there = [name for name in NUMBERS if any(name in arm.batch.columns for arm in self.arms)]
-        same = [name for name in there if self._same(name)]
+        frames = {name: self.column(name) for name in there}
+        equal = {name: all(one[arm].equals(one.iloc[:, 0]) for arm in one) for name, one in frames.items()}
+        same = [name for name in there if equal[name] and frames[name].shape[1] > 1]
         return [name for name in there if name not in same], same
 
     def charts(self) -> list[Chart]:

@@ -10,7 +10,6 @@ An algorithm's `run(n, staleness=k)` generates up to k iterations ahead and draw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,30 +26,6 @@ from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
 LEFT, BARS, RIGHT, LINE, HEAD = 110, 280, 190, 18, 24
-
-
-def ages_html(waiting: Sequence[tuple[str, int, str]]) -> str:
-    """A bar for each age of what waits for an iteration, oldest first. waiting: its name, optimizer steps since the
-    weights that drew it, and how many responses that are."""
-    if not waiting:
-        return "<div>nothing waits in the buffer</div>"
-    oldest = max(age for _, age, _ in waiting) or 1
-    title = "optimizer steps since the weights that generated the rollouts"
-    head = f'<text x="0" y="14" fill="currentColor" font-weight="600">{title}</text>'
-    bars = [_bar(HEAD + n * LINE, *one, oldest) for n, one in enumerate(waiting)]
-    label = "ages of the rollouts that wait"
-    return svg(head + "".join(bars), LEFT + BARS + RIGHT, HEAD + LINE * len(waiting), label)
-
-
-def _bar(y: float, name: str, age: int, rows: str, oldest: int) -> str:
-    width = BARS * age / oldest
-    return (
-        f'<text x="0" y="{y + 12:g}" fill="currentColor">{escape(name)}</text>'
-        f'<rect x="{LEFT}" y="{y + 2:g}" width="{max(width, 1):.1f}" height="{LINE - 5}" fill="currentColor" '
-        f'fill-opacity=".4"><title>{escape(name)}: {age} steps</title></rect>'
-        f'<text x="{LEFT + max(width, 1) + 6:.1f}" y="{y + 12:g}" fill="currentColor">{age} steps, {rows}</text>'
-    )
-
 
 if TYPE_CHECKING:
     Priority = Callable[[pd.DataFrame], Any]
@@ -258,8 +233,7 @@ class Buffer:
                 _, versions, tokens, rewards, _ = (column[here] for column in found.rows.values())
                 version, drawn = int(versions.min()), int(found.draw_counts[here].max())
                 means = float(tokens.mean()), float(rewards.mean())
-                count = int(here.sum())
-                rows.append((found.iteration, uid, count, version, self._steps_since(version), *means, drawn))
+                rows.append((found.iteration, uid, len(tokens), version, self._steps_since(version), *means, drawn))
         names = ("iteration", "prompt_uid", "rows", "weights_version", "age_steps", "response_tokens", "reward")
         return pd.DataFrame(rows, columns=[*names, "times_drawn"])
 
@@ -275,14 +249,23 @@ class Buffer:
         return f"<Buffer: {len(self)} groups{paused} of {len(ages)} iterations, {told} optimizer steps old>"
 
     def _repr_html_(self) -> str:
+        """A bar for each age of what waits for an iteration, oldest first."""
         frame = self.df()
+        if frame.empty:
+            return "<div>nothing waits in the buffer</div>"
+        title = "optimizer steps since the weights that generated the rollouts"
+        drawing, y = f'<text x="0" y="14" fill="currentColor" font-weight="600">{title}</text>', HEAD
         bars = frame.groupby(["iteration", "age_steps"], sort=False)["paused"].agg(["size", "sum"])
-        return ages_html(
-            [
-                (f"iteration {iteration}", age, f"{rows} responses" + (f", {paused} paused" if paused else ""))
-                for (iteration, age), rows, paused in bars.itertuples()
-            ]
-        )
+        for (iteration, age), rows, paused in bars.itertuples():
+            width = max(1, BARS * age / (frame["age_steps"].max() or 1))
+            told = f"{age} steps, {rows} responses" + (f", {paused} paused" if paused else "")
+            drawing += (
+                f'<text x="0" y="{y + 12}" fill="currentColor">iteration {iteration}</text>'
+                f'<rect x="{LEFT}" y="{y + 2}" width="{width:.1f}" height="{LINE - 5}" fill="currentColor" '
+                f'fill-opacity=".4"/><text x="{LEFT + width + 6:.1f}" y="{y + 12}" fill="currentColor">{told}</text>'
+            )
+            y += LINE
+        return svg(drawing, LEFT + BARS + RIGHT, y, "ages of the rollouts that wait")
 
     # --- for checkpoints and later kernels ----------------------------------------------------------------------------
 

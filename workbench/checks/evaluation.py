@@ -360,7 +360,7 @@ def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     if isinstance(prompts, StreamedPrompts):
         if n is None:
             raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")
-        return prompts.next_of_epoch(n)
+        return prompts.next(n, one_epoch=True)
     return prompts.next(len(prompts) if n is None else min(n, len(prompts)))
 
 

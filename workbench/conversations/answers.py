@@ -60,7 +60,7 @@ class Answers:
         with self._whole():
             row = self._row_behind(tree, path)
             self._at = {told: other for told, other in self._at.items() if other != row}
-            reply = self._say(row, token_ids, self._lead(tree, path))
+            reply = self._say(self._turn(row, tree, path, token_ids))
             told = (*_told(path), tuple(token_ids))
             self._at[told], self._observed[told] = row, reply.observed
             return reply
@@ -76,8 +76,7 @@ class Answers:
             row, found = self._row_behind(tree, path), []
             assert self._environments is not None
             for k, turn in enumerate(path):
-                given = self._turn(row, turn.token_ids, self._lead(tree, path[:k]))
-                text, more = self._environments.arguments(given)
+                text, more = self._environments.arguments(self._turn(row, tree, path[:k], turn.token_ids))
                 observed = self._observed.get(_told(path[: k + 1]), "")
                 found.append(Said(text=text, more=more, reward=turn.reward, done=turn.done, observed=observed))
             return found
@@ -97,7 +96,7 @@ class Answers:
             return self._at[_told(path)]
         row, _ = self._begin()
         for k, turn in enumerate(path):
-            reply = self._say(row, turn.token_ids, self._lead(tree, path[:k]))
+            reply = self._say(self._turn(row, tree, path[:k], turn.token_ids))
             if reply.done != turn.done or (not turn.done and list(reply.observation_ids) != list(turn.own_ids)):
                 raise RolloutError(
                     f"environment {name_of(self._sampling.environment)} answered turn {k} otherwise when it was told "
@@ -128,19 +127,16 @@ class Answers:
         self._observed[()] = reply.observed
         return row, reply
 
-    def _say(self, row: int, token_ids: Sequence[int], lead_ids: Sequence[int]) -> Reply:
+    def _say(self, turn: conversation_turns.Turn) -> Reply:
         assert self._environments is not None
-        self._environments.say(self._turn(row, token_ids, lead_ids))
-        return self._reply(row)
+        self._environments.say(turn)
+        return self._reply(turn.row)
 
     @staticmethod
-    def _turn(row: int, token_ids: Sequence[int], lead_ids: Sequence[int]) -> conversation_turns.Turn:
+    def _turn(row: int, tree: Tree, path: Sequence[Turn], token_ids: Sequence[int]) -> conversation_turns.Turn:
+        """A turn behind `path`, with the tokens that come before it, since the policy's last one."""
+        lead_ids = path[-1].answer_ids if path else [*tree.prompt_ids, *tree.first_ids]
         return conversation_turns.Turn(row=row, response_ids=list(token_ids), lead_ids=list(lead_ids))
-
-    @staticmethod
-    def _lead(tree: Tree, path: Sequence[Turn]) -> Sequence[int]:
-        """The tokens that come before a turn behind `path`, since the policy's last one."""
-        return path[-1].answer_ids if path else [*tree.prompt_ids, *tree.first_ids]
 
     def _reply(self, row: int) -> Reply:
         """The reply of one environment; `RolloutError` where it fails, or its process ended."""

@@ -108,7 +108,7 @@ class Chat:
 
     def _room(self, path: Sequence[Turn]) -> int:
         """Tokens that a turn behind these may have."""
-        used = len(self.tree.tokens(path, answered=True))
+        used = len(self.tree.tokens(path))
         return min(self._most - len(self.tree.prompt_ids), self._sampling.max_new_tokens) - used
 
     def _waits(self, path: Sequence[Turn]) -> bool:
@@ -250,11 +250,8 @@ class Chat:
         turns come into the tree, beside what is there; `here` stays. Further forks at the same place add to its value
         as long as the weights are the same. An environment that draws from `sample_seed` draws the same in all.
         """
-        path = self.path
-        place = len(path) if at is None else at
-        if place > len(path):
-            raise BadInput(f"fork(at={at})", f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
-        before = path[:place]
+        before = self._before(at, f"fork(at={at})")
+        place = len(before)
         self._need_open(before)
         assert self._sampling.environment is not None
         said, most = self._answers.said(self.tree, before), self._sampling.max_calls
@@ -299,11 +296,15 @@ class Chat:
     def value(self, turn: NonNegativeInt | None = None) -> Value | None:
         """The value before a turn of the branch by the continuations that were forked there; None: there are none.
         turn: its place, from 0; None: behind the last one."""
+        before = self._before(turn, f"value({turn})")
+        return self._credit.value_behind(before[-1].number if before else None)
+
+    def _before(self, place: int | None, called: str) -> list[Turn]:
+        """The turns of the branch before a place in it; None: all of them."""
         path = self.path
-        place = len(path) if turn is None else turn
-        if place > len(path):
-            raise BadInput(f"value({turn})", f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
-        return self._credit.value_behind(path[place - 1].number if place else None)
+        if place is not None and place > len(path):
+            raise BadInput(called, f"the branch has {len(path)} turns: a place from 0 to {len(path)}")
+        return path[:place]
 
     def advantage(self, turn: Any) -> float | None:
         """What a turn of the tree gained, by continuations: its reward, and gamma times the value behind it, less the

@@ -115,7 +115,7 @@ def pictures(tree: Tree, path: Sequence[Turn], credit: Credit) -> list[TurnPictu
     on_path = {turn.number for turn in path}
     trained = dict(zip([turn.number for turn in path], trained_turns([path], before_edits=False)[0], strict=True))
     indents: dict[int | None, int] = {None: 0}
-    for _, turn in tree.walk():
+    for turn in tree.walk():
         forked = len(tree.children(turn.parent)) > 1
         indents[turn.number] = indents[turn.parent] + forked
         value = credit.value_behind(turn.number)

@@ -51,16 +51,11 @@ class Endpoint:
     def _wait(self) -> None:
         until = time.monotonic() + STARTS_WITHIN_S
         while (found := read_address(self._folder)) is None:
-            if not self._thread.is_alive():
+            ended = not self._thread.is_alive()
+            if ended or time.monotonic() > until:
                 raise self._error or StageError(
-                    "lab.serve() ended at once",
+                    "lab.serve() ended at once" if ended else f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
                     "the rank of the actor that serves has to be on this machine, and to see its temporary folder",
-                    "open the workbench with the actor on this machine",
-                )
-            if time.monotonic() > until:
-                raise StageError(
-                    f"lab.serve() did not open in {STARTS_WITHIN_S:g} s",
-                    "the rank of the actor that serves is on this machine, as it listens on the loopback",
                     "open the workbench with the actor on this machine",
                 )
             time.sleep(POLL_S)

@@ -51,38 +51,29 @@ def trained_turns(paths: Sequence[Sequence[Turn]], *, before_edits: bool) -> lis
 def branch_table(tree: Tree, paths: Sequence[Sequence[Turn]], endings: Sequence[str], *, before_edits: bool) -> Table:
     """The columns of `generate_sequences(environment=...)` for these branches, with `response_mask` 1 on the tokens of
     turns that are trained."""
-    rows: dict[str, list[Any]] = {
-        name: [] for name in ("ids", "mask", "log_probs", "rewards", "starts", "ends", "given")
-    }
+    rows: list[list[tuple[int, bool, float, float]]] = []  # token, whether it is trained, log-probability, reward
+    starts, ends = [list[list[int]]() for _ in range(2)]
     for path, trained in zip(paths, trained_turns(paths, before_edits=before_edits), strict=True):
-        first = len(tree.first_ids)
-        ids, mask, log_probs, rewards = list(tree.first_ids), [False] * first, [0.0] * first, [0.0] * first
-        starts, ends = [], []
+        row = [(token, False, 0.0, 0.0) for token in tree.first_ids]
+        starts.append([])
+        ends.append([])
         for turn, counts in zip(path, trained, strict=True):
-            starts.append(len(ids))
-            ids += turn.token_ids
-            ends.append(len(ids))
-            mask += [counts] * len(turn.token_ids)
-            log_probs += turn.log_probs
-            rewards += [0.0] * (len(turn.token_ids) - 1) + [turn.reward]
-            if turn is not path[-1]:
-                ids += turn.answer_ids
-                answer = len(turn.answer_ids)
-                mask += [False] * answer
-                log_probs += [0.0] * answer
-                rewards += [0.0] * answer
-        columns = (ids, mask, log_probs, rewards, starts, ends, [turn.reward for turn in path])
-        for name, column in zip(rows, columns, strict=True):
-            rows[name].append(column)
+            starts[-1].append(len(row))
+            given = [0.0] * (len(turn.token_ids) - 1) + [turn.reward]
+            row += zip(turn.token_ids, [counts] * len(given), turn.log_probs, given, strict=True)
+            ends[-1].append(len(row))
+            row += [(token, False, 0.0, 0.0) for token in turn.answer_ids if turn is not path[-1]]
+        rows.append(row)
+    ids, mask, log_probs, rewards = ([[one[i] for one in row] for row in rows] for i in range(4))  # a list a row each
     return {
         "prompt_ids": Ragged.of([tree.prompt_ids] * len(paths), torch.int64),
-        "response_ids": Ragged.of(rows["ids"], torch.int64),
-        "response_mask": Ragged.of(rows["mask"], torch.bool),
-        "rollout_log_prob": Ragged.of(rows["log_probs"], torch.float32),
-        "environment_rewards": Ragged.of(rows["rewards"], torch.float32),
-        "turn_starts": Ragged.of(rows["starts"], torch.int64),
-        "turn_ends": Ragged.of(rows["ends"], torch.int64),
-        "turn_rewards": Ragged.of(rows["given"], torch.float32),
+        "response_ids": Ragged.of(ids, torch.int64),
+        "response_mask": Ragged.of(mask, torch.bool),
+        "rollout_log_prob": Ragged.of(log_probs, torch.float32),
+        "environment_rewards": Ragged.of(rewards, torch.float32),
+        "turn_starts": Ragged.of(starts, torch.int64),
+        "turn_ends": Ragged.of(ends, torch.int64),
+        "turn_rewards": Ragged.of([[turn.reward for turn in path] for path in paths], torch.float32),
         "turns": torch.tensor([len(path) for path in paths]),
         "ending": list(endings),
         "finished": torch.tensor([ending == "done" for ending in endings]),
@@ -168,7 +159,7 @@ class Continuations:
     ) -> tuple[Table, float | None, int]:
         """n continuations behind a path: their columns, the critic's value of where they begin (with values), and the
         version of the weights."""
-        ids = [*tree.prompt_ids, *tree.tokens(path, answered=True)]
+        ids = [*tree.prompt_ids, *tree.tokens(path)]
         self._draws += 1
         texts = {name: column for name, column in self._row.items() if isinstance(column, list)}
         table: Table = {

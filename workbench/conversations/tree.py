@@ -81,13 +81,12 @@ class Tree:
         """The turns that go on from one; from None: the first turns."""
         return [turn for turn in self.turns if turn.parent == number]
 
-    def walk(self, number: int | None = None, depth: int = 0) -> Iterator[tuple[int, Turn]]:
-        """All turns behind one, each before those that go on from it, with how many come before it."""
-        waiting = [(depth, turn) for turn in reversed(self.children(number))]
+    def walk(self) -> Iterator[Turn]:
+        """All turns, each before those that go on from it."""
+        waiting = self.children(None)[::-1]
         while waiting:
-            depth, turn = waiting.pop()
-            yield depth, turn
-            waiting += [(depth + 1, child) for child in reversed(self.children(turn.number))]
+            yield (turn := waiting.pop())
+            waiting += self.children(turn.number)[::-1]
 
     def number(self, turn: object) -> int:
         """The number of a turn that is given as itself or by number; `BadInput` for one that is not here."""
@@ -99,11 +98,6 @@ class Tree:
             )
         return number
 
-    def tokens(self, path: Sequence[Turn], *, answered: bool) -> list[int]:
-        """The response that these turns make. answered: with what the last one was answered."""
-        ids = list(self.first_ids)
-        for turn in path:
-            ids += turn.token_ids
-            if answered or turn is not path[-1]:
-                ids += turn.answer_ids
-        return ids
+    def tokens(self, path: Sequence[Turn]) -> list[int]:
+        """The response that these turns make, with what the last one was answered."""
+        return [*self.first_ids, *(one for turn in path for one in (*turn.token_ids, *turn.answer_ids))]

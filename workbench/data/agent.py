@@ -84,10 +84,6 @@ class Agents:
                 self._session.abandon()
 
     @property
-    def busy(self) -> bool:
-        return bool(self._open or self._ready)
-
-    @property
     def open(self) -> int:
         """How many have begun and not ended."""
         return len(self._open) + len(self._ready)

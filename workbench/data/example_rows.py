@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.data.prompt_rows import FORM, Message, chat_messages
+from workbench.data.prompt_rows import FORM, Conversation, Message, chat_messages
 from workbench.data.readers import Row
 from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
@@ -22,8 +22,6 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 FLOAT32_MAX = 3.4028234663852886e38
-
-Conversation = str | list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +152,14 @@ def _shared_text(chosen: str, rejected: str) -> int:
     shared = chosen[: _shared(chosen, rejected)]
     turns = list(_TURN.finditer(shared))
     answers = [turn.end() for turn in turns if turn[1] == "Assistant"]
-    return answers[-1] if answers else len(shared.rstrip()) if chosen == rejected else _behind_last_space(shared)
+    if answers or chosen == rejected:
+        return answers[-1] if answers else len(shared.rstrip())
+    return max((i + 1 for i, character in enumerate(shared) if character.isspace()), default=0)
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many items both begin with."""
     return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
-
-
-def _behind_last_space(text: str) -> int:
-    return max((i + 1 for i, character in enumerate(text) if character.isspace()), default=0)
 
 
 def _prompt(value: Any, where: str, column: str) -> Conversation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,9 +52,6 @@ class Totals:
         counts = (np.zeros((rows, VERSIONS), np.int64) for _ in range(2))
         versions = np.full((rows, VERSIONS), UNSCORED, np.int64)
         return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), sums, last, versions, *counts)
-
-    def copy(self) -> Totals:
-        return Totals(**{name: array.copy() for name, array in vars(self).items()})
 
     def add(self, draws: np.ndarray) -> None:
         """Count the responses to draws, in the order of these."""
@@ -169,7 +167,7 @@ class Ledger:
     def totals(self) -> Totals:
         """What is known now, of all draws."""
         with self._lock:
-            totals = self._totals.copy()
+            totals = deepcopy(self._totals)
             for block in self._open:
                 totals.add(block)
         return totals
@@ -179,13 +177,12 @@ class Ledger:
     def copy(self) -> tuple[Totals, list[np.ndarray]]:
         """Its content, for `put_back`."""
         with self._lock:
-            return self._totals.copy(), [block.copy() for block in self._open]
+            return deepcopy((self._totals, self._open))
 
     def put_back(self, content: tuple[Totals, list[np.ndarray]] | None) -> None:
         """Go back to what `copy` gave; None: to an empty ledger."""
         with self._lock:
-            self._totals, self._open = content or (Totals.empty(self.rows), [])
-            self._totals, self._open = self._totals.copy(), [block.copy() for block in self._open]
+            self._totals, self._open = deepcopy(content) or (Totals.empty(self.rows), [])
             self.changes = None
 
     def state(self) -> bytes:

@@ -36,7 +36,7 @@ from workbench.data.readers import (
 )
 from workbench.errors import BadInput, MissingDependency, ModelUnavailable
 from workbench.errors.plain_text import first_line, shown
-from workbench.models.tokenizers import is_text
+from workbench.models.tokenizers import has_texts
 from workbench.support.checked_calls import checked_call
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
@@ -201,7 +201,7 @@ def row_of(placed: Placed, first: Placed, source: str) -> Row:
         remedy = "write every row as a dict such as {'prompt': 'What is 2 + 3?', 'answer': '5'}"
         raise BadInput(f"{place} is of type {kinds}", "a list holds texts only, or dicts only", remedy)
     row: Row = {"prompt": item} if isinstance(item, str) else _plain(item)
-    broken = next((name for name, value in row.items() if not _is_readable(value)), None)
+    broken = next((name for name, value in row.items() if not has_texts(value)), None)
     if broken is not None:
         raise BadInput(
             f"{named(place, source)}: {broken!r} holds half of a surrogate pair: {shown(row[broken])}",
@@ -291,13 +291,6 @@ def _present(value: Any) -> Any:
     import pandas as pd
 
     return None if value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value) else value
-
-
-def _is_readable(value: Any) -> bool:
-    """Whether all texts in a value are made of characters."""
-    if isinstance(value, Mapping):
-        return all(map(_is_readable, value.values()))
-    return is_text(value) if isinstance(value, str) else not isinstance(value, list) or all(map(_is_readable, value))
 
 
 def _plain(value: Any) -> Any:

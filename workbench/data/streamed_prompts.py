@@ -41,15 +41,8 @@ class StreamedPrompts(PromptReader):
         self._place: Position = (0, 0, 0)
         self._stream = self._placed()
 
-    def next(self, n: int) -> list[PromptRow]:
-        """The next `n` prompts. Where an epoch ends, the next one begins."""
-        return self._taken(n, one_epoch=False)
-
-    def next_of_epoch(self, n: int) -> list[PromptRow]:
-        """The next `n` prompts; fewer where the epoch ends before."""
-        return self._taken(n, one_epoch=True)
-
-    def _taken(self, n: int, *, one_epoch: bool) -> list[PromptRow]:
+    def next(self, n: int, *, one_epoch: bool = False) -> list[PromptRow]:
+        """The next `n` prompts. Where an epoch ends, the next one begins; one_epoch: no more come."""
         whole("n", n, 1)
         before = self.state_dict()
         try:

@@ -131,18 +131,15 @@ def search(
     path = _index(rows)
 
     def find(query: str) -> list[dict[str, str]]:
+        """Find texts by words.
+
+        Args:
+            query: Words to look for.
+        """
         return _found(str(path), query, results, words)
 
-    described = {"query": {"type": "string", "description": "Words to look for."}}
-    schema = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Find texts by words.",
-            "parameters": {"type": "object", "properties": described, "required": ["query"]},
-        },
-    }
-    return Tool(schema, find, {"query": str})
+    find.__name__ = name
+    return Tool.of(find)
 
 
 def _rows(corpus: Any) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,10 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from workbench.data.user_functions import short
 from workbench.errors import BadInput
@@ -37,8 +40,6 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from workbench.models.turn_messages import Message
 
 OnError = Literal["message", "fail"]
@@ -94,15 +95,16 @@ class Tool:
                     "write each argument by its name",
                 )
         hints = get_type_hints(function, include_extras=True)
-        tool = cls(schema, function, {parameter.name: hints[parameter.name] for parameter in parameters})
+        types = {parameter.name: hints[parameter.name] for parameter in parameters}
         try:
-            tool._checks()
+            cls(schema, function, types).checks  # noqa: B018 (of another one: a tool is sent to processes without it)
         except Exception as error:  # pydantic raises many kinds
             raise BadInput(
-                f"a tool {tool.name!r}", f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
+                f"a tool {schema['function']['name']!r}",
+                f"pydantic cannot check its arguments: {plain_text(str(error), 200)}",
                 "use types that JSON has",
-            ) from error  # fmt: skip
-        return tool
+            ) from error
+        return cls(schema, function, types)
 
     @property
     def name(self) -> str:
@@ -112,34 +114,22 @@ class Tool:
         """The arguments of a call, in the types of the function. Raises `_WrongCall`, which says what is wrong."""
         if self.types is None:
             return dict(given)
-        from pydantic import ValidationError
-
         try:
-            values = self._model.model_validate(dict(given))
+            return self.checks.validate_python(dict(given))
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise _WrongCall(f"wrong arguments of {self.name}: {'; '.join(wrong)}") from None
-        fields = type(values).model_fields
-        return {str(fields[name].alias): getattr(values, name) for name in values.model_fields_set}
 
     @functools.cached_property
-    def _model(self) -> type[BaseModel]:
-        return self._checks()
-
-    def _checks(self) -> type[BaseModel]:
-        """A pydantic model of the arguments. Its fields have numbers: arguments may have any name."""
-        from pydantic import ConfigDict, Field, create_model
-
-        assert self.types is not None
-        parameters = inspect.signature(self.function).parameters
-        fields: dict[str, Any] = {
-            f"argument{n}": (
-                Annotated[kind, Field(alias=name)],
-                ... if parameters[name].default is inspect.Parameter.empty else parameters[name].default,
-            )
-            for n, (name, kind) in enumerate(self.types.items())
-        }
-        return create_model("Arguments", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
+    def checks(self) -> TypeAdapter[dict[str, Any]]:
+        """Of the arguments as a dict, in which those with a default may be missing."""
+        parameters, kinds = inspect.signature(self.function).parameters, self.types or {}
+        optional = {name for name in kinds if parameters[name].default is not inspect.Parameter.empty}
+        fields = {name: NotRequired[kind] if name in optional else kind for name, kind in kinds.items()}
+        make: Any = TypedDict
+        made = make("Arguments", fields)
+        made.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        return TypeAdapter(made)
 
 
 class Tools:

@@ -129,9 +129,25 @@ ASIDE = "tag the cell `skip-export` if the script does not need it"
 
 def python_of(cell: Cell) -> str:
     """The cell's text with IPython's syntax translated. `BadInput` names the cell and what cannot be in a script."""
-    text = _transformed(cell)
+    return _read(cell)[0]
+
+
+def left_out(cell: Cell) -> list[str]:
+    """The `%timeit` lines, and the shell lines that only show something, of a cell that `python_of` takes: a sentence
+    for each. A script leaves them out, `%timeit` with all that it runs."""
+    return _read(cell)[1]
+
+
+def _read(cell: Cell) -> tuple[str, list[str]]:
+    """The Python of a cell, and a sentence for each line that is left out."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    given, told = cell.text.strip(), list[str]()
+    if given.startswith("%%timeit"):
+        told.append(f"`{given.splitlines()[0].rstrip()}` is left out, with what it runs")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        text = str(TransformerManager().transform_cell(_cell_magic(cell) if given.startswith("%%") else cell.text))
         try:
             tree = ast.parse(text)
             # what no cell runs, but the body of `main` would: a `return` there would end the script
@@ -141,37 +157,8 @@ def python_of(cell: Cell) -> str:
             where = f", line {line}" if line else ""
             raise BadInput(f"{cell}{where}: {said}", "cells are Python", "mend it, or tag it `skip-export`") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _notebook_call(node) is not None]
-    return replaced(text, [(node, _translated(cell, node)) for node in calls]) if calls else text
-
-
-def left_out(cell: Cell) -> list[str]:
-    """The `%timeit` lines, and the shell lines that only show something, of a cell that `python_of` takes: a sentence
-    for each. A script leaves them out, `%timeit` with all that it runs."""
-    if "%timeit" not in cell.text and "!" not in cell.text:
-        return []
-    if cell.text.lstrip().startswith("%%timeit"):
-        head = cell.text.strip().partition("\n")[0].rstrip()
-        return [f"`{head}` is left out, with what it runs"]
-    told = []
-    for statement in ast.walk(ast.parse(_transformed(cell))):
-        call = _notebook_call(statement) if isinstance(statement, ast.stmt) else None
-        words = [str(one.value) for one in call.args if isinstance(one, ast.Constant)] if call else []
-        if words[:1] == ["timeit"]:
-            line = f"%{' '.join(words)}".rstrip()
-            told.append(f"`{line}` is left out, with what it runs")
-        elif call is not None and _is_shell(call):
-            told.append(f"`!{words[0]}` is left out: it only shows something")
-    return told
-
-
-def _transformed(cell: Cell) -> str:
-    """The cell's text with calls in place of IPython's lines, without the head of a cell magic."""
-    text = _cell_magic(cell) if cell.text.lstrip().startswith("%%") else cell.text
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from IPython.core.inputtransformer2 import TransformerManager
-
-        return str(TransformerManager().transform_cell(text))
+    changes = [(node, _translated(cell, node, told)) for node in calls]
+    return replaced(text, changes) if changes else text, told
 
 
 def _cell_magic(cell: Cell) -> str:
@@ -198,19 +185,16 @@ def _notebook_call(statement: ast.stmt) -> ast.Call | None:
     return value if isinstance(called.value.func, ast.Name) and called.value.func.id == "get_ipython" else None
 
 
-def _is_shell(call: ast.Call) -> bool:
-    """Whether it is what IPython makes of `!command`."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr in ("system", "getoutput")
-
-
-def _translated(cell: Cell, statement: ast.stmt) -> str:
+def _translated(cell: Cell, statement: ast.stmt, told: list[str]) -> str:
+    """A line of IPython in Python. told: takes a sentence where it is left out, unless it concerns a notebook alone."""
     call = _notebook_call(statement)
     assert call is not None and isinstance(call.func, ast.Attribute)
     given = [str(argument.value) for argument in call.args if isinstance(argument, ast.Constant)]
     if len(given) != len(call.args) or not given:
         raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
-    if _is_shell(call):
+    if call.func.attr in ("system", "getoutput"):  # what IPython makes of `!command`
         if isinstance(statement, ast.Expr) and only_looks(given[0]):
+            told.append(f"`!{given[0]}` is left out: it only shows something")
             return "pass"
         what = "subprocess.run(..., check=True)" if call.func.attr == "system" else "subprocess.check_output(...)"
         raise BadInput(f"{cell}: !{given[0]}", f"{SHELL} is not Python", f"write {what}, or {ASIDE}")
@@ -218,7 +202,10 @@ def _translated(cell: Cell, statement: ast.stmt) -> str:
         raise BadInput(f"{cell}: {ast.unparse(call)}", "a script has no notebook around it", ASIDE)
     name, line = given[0], given[1].strip() if len(given) > 1 else ""
     target = f"{ast.unparse(statement.targets[0])} = " if isinstance(statement, ast.Assign) else ""
-    if name in (*SILENT, "timeit") and not target:
+    if name == "timeit" and not target:
+        told.append(f"`{f'%timeit {line}'.rstrip()}` is left out, with what it runs")
+        return "pass"
+    if name in SILENT and not target:
         return "pass"
     if name == "time" and line:
         return target + line

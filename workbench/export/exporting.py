@@ -173,32 +173,19 @@ def script_of(
         told += [f"{cell}: `{'; '.join(lines)}` is in the script, and in no cell"] * bool(lines)
     told += [f"{cell}: {said}" for cell in code for said in left_out(cell)]
     if not tagged and (possible := possible_parameters(kept)):
-        text = _with_head(text, _hint_in_script(possible))
-        told.append(_hint(possible))
+        names = [name for statement in possible for name in sorted(statement.names.binds)]
+        places = ", ".join(dict.fromkeys(str(statement.cell) for statement in possible))
+        become = "become options where their cell in the notebook has the tag `parameters`"
+        none = "This script has no options of its own."
+        text = _with_head(
+            text, f"{none} {', '.join(names)} {become}; or name them: `wb export NOTEBOOK --parameters NAME ...`."
+        )
+        told.append(f"{none} {', '.join(names)} ({places}) {become}, or by `--parameters {' '.join(names)}`")
     for line in reversed(missing):
         text = _with_head(text, plain_text(f"Not in this script: {' '.join(line.split())}."))
     compile(text, "script", "exec")
     told += _keys_told(cells, text)
     return Script(text, tuple(told), tuple(option.name for option in options))
-
-
-def _hint(possible: Sequence[Statement]) -> str:
-    """How the script comes to options of its own."""
-    names = [name for statement in possible for name in sorted(statement.names.binds)]
-    cells = ", ".join(dict.fromkeys(str(statement.cell) for statement in possible))
-    return (
-        f"no cell is tagged `parameters`, so the script has no options of its own. {', '.join(names)} ({cells}) become "
-        f"options where their cell has that tag, or by `--parameters {' '.join(names)}`"
-    )
-
-
-def _hint_in_script(possible: Sequence[Statement]) -> str:
-    """What could be options of the script, for its reader."""
-    names = ", ".join(name for statement in possible for name in sorted(statement.names.binds))
-    return (
-        f"This script has no options of its own. {names} become options where their cell in the notebook has the tag "
-        "`parameters`; or name them: `wb export NOTEBOOK --parameters NAME ...`."
-    )
 
 
 def _with_head(script: str, told: str) -> str:
@@ -225,13 +212,11 @@ def _keys_told(cells: Sequence[Cell], text: str) -> list[str]:
 
 def _title(cells: Sequence[Cell]) -> str:
     """The first text of the page, if no code comes before it."""
-    for cell in cells:
-        if cell.code and not cell.blank:
-            break
-        if not cell.code and not cell.blank:
-            first, _, rest = escaped(cell.text).strip().partition("\n")
-            return f"{first.lstrip('#').strip()}\n{rest}".strip()
-    return ""
+    above = next((cell for cell in cells if not cell.blank), None)
+    if above is None or above.code:
+        return ""
+    first, _, rest = escaped(above.text).strip().partition("\n")
+    return f"{first.lstrip('#').strip()}\n{rest}".strip()
 
 
 def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int, str]:
@@ -245,23 +230,13 @@ def _explanations(cells: Sequence[Cell], kept: Sequence[Statement]) -> dict[int,
             first_of[id(statement.cell)] = statement
     explained: dict[int, str] = {}
     texts: list[str] = []
-    titled = False
-    for cell in cells:
-        if cell.blank:
-            continue
+    for cell in [cell for cell in cells if not cell.blank][bool(_title(cells)) :]:  # without the title
         if not cell.code:
-            if titled or _title(cells) == "":
-                texts.append(cell.text)
-            titled = True
+            texts.append(cell.text)
             continue
-        titled = True
-        if cell.tags & TAGS:
-            texts.clear()
-        elif id(cell) in first_of and texts:
-            explained[id(first_of[id(cell)])] = "\n\n".join(_plain(text) for text in texts)
-            texts.clear()
-        elif id(cell) not in first_of:
-            texts.clear()
+        if id(cell) in first_of and texts and not cell.tags & TAGS:
+            explained[id(first_of[id(cell)])] = "\n\n".join(map(_plain, texts))
+        texts.clear()
     return explained
 
 

@@ -6,7 +6,7 @@ import ast
 import keyword
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors.plain_text import plain_text
@@ -29,7 +29,7 @@ VALUES = (
 MOST = 10**6  # iterations of one call
 
 
-@dataclass(frozen=True)
+@dataclass
 class MadeCall:
     """One call of an algorithm's `run`, `iterate`, `step` or `restart`, or a "move".
 
@@ -95,18 +95,15 @@ class Made:
         self.stages += other.stages
 
 
-def resumed_later(calls: Sequence[MadeCall]) -> dict[int, MadeCall]:
-    """By `id`, the calls whose last iteration a later `run` finished, so marked."""
-    found: dict[int, MadeCall] = {}
+def mark_finished(calls: Sequence[MadeCall]) -> None:
+    """Mark the calls whose last iteration a later `run` finished."""
     last: dict[str, MadeCall] = {}
     for call in calls:
-        if call.call == "move":
-            continue
-        before = last.get(call.algorithm)
-        if before is not None and call.resumed and before.under_way:
-            found[id(before)] = replace(before, finished_later=True)
-        last[call.algorithm] = call
-    return found
+        if call.call != "move":
+            before = last.get(call.algorithm)
+            if before is not None and call.resumed and before.under_way:
+                before.finished_later = True
+            last[call.algorithm] = call
 
 
 def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list[str], set[str], list[str]]:

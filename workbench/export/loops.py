@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.export.cells import Cell, replaced
@@ -139,6 +139,13 @@ class Repeat:
 
 
 Step = Statement | Repeat
+
+
+def statements_in(steps: Iterable[Step]) -> list[Statement]:
+    """Those of all steps, each once."""
+    return [statement for step in steps for statement in (step.body if isinstance(step, Repeat) else (step,))]
+
+
 MANY = (".run", ".step", ".compare")  # of an algorithm or a workbench: other numbers of iterations than one
 BEGIN = (".next", ".iterate", ".iterations", *MANY)
 

@@ -8,7 +8,7 @@ import json
 import tokenize
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.errors import BadInput
@@ -59,9 +59,8 @@ def take_parameters(
                 "options are told apart by letters, not their case",
                 "rename it",
             )
-        help = parameter.help or (found.pop(parameter.name).help if parameter.name in found else "")
-        found.pop(parameter.name, None)
-        found[parameter.name] = Parameter(parameter.name, parameter.kind, parameter.default, help)
+        before = found.pop(parameter.name, parameter)
+        found[parameter.name] = replace(parameter, help=parameter.help or before.help)
     for name in named:
         if name not in found:
             rule = "a parameter is assigned a plain value (a number, text, list, ...) at the margin of a cell"
@@ -91,33 +90,24 @@ def _parameter(statement: Statement) -> Parameter | None:
         value = ast.literal_eval(node.value)
     except ValueError:
         return None
-    if not isinstance(target, ast.Name) or not _is_option(value):
+    if not isinstance(target, ast.Name) or (kind := _kind(value)) is None:
         return None
     text = ast.get_source_segment(statement.text, node.value)
     assert text is not None
     if isinstance(node.value, ast.Tuple):  # it may have no parentheses
         text = ast.unparse(node.value)
-    return Parameter(target.id, annotation or _kind(value), text, _comment(statement.text))
+    return Parameter(target.id, annotation or kind, text, _comment(statement.text))
 
 
-def _is_option(value: Any) -> bool:
-    """Whether a command line can give such a value."""
-    plain = (int, float, str, bool, type(None))
-    if isinstance(value, list | tuple):
-        return (
-            bool(value) and all(isinstance(one, plain[:-1]) for one in value) and len({type(one) for one in value}) == 1
-        )
-    return isinstance(value, (*plain, dict))
-
-
-def _kind(value: Any) -> str:
-    """Its type, as it is written."""
-    if value is None:
-        return "str | None"
-    if isinstance(value, list | tuple) and value and len({type(one) for one in value}) == 1:
-        inner = _kind(value[0])
-        return f"list[{inner}]" if isinstance(value, list) else f"tuple[{inner}, ...]"
-    return type(value).__name__
+def _kind(value: Any) -> str | None:
+    """The type of a value, as it is written; None where a command line cannot give such a value."""
+    if value is None or isinstance(value, int | float | str | dict):
+        return "str | None" if value is None else type(value).__name__
+    kinds = {type(one) for one in value} if isinstance(value, list | tuple) else set()
+    if len(kinds) != 1 or not kinds <= {int, float, str, bool}:
+        return None
+    inner = kinds.pop().__name__
+    return f"list[{inner}]" if isinstance(value, list) else f"tuple[{inner}, ...]"
 
 
 def _comment(text: str) -> str:

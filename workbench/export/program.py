@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from workbench.errors import BadInput, MissingDependency
 from workbench.export.cells import replaced
-from workbench.export.loops import Repeat, Step, iterated
+from workbench.export.loops import Repeat, Step, iterated, statements_in
 from workbench.export.parameters import Parameter
 from workbench.export.statements import Statement, at_margin
 from workbench.messages.protocols import PAPERS
@@ -162,10 +162,10 @@ def program(
 ) -> str:
     """steps: what is kept, in order. bound: how often a name is bound. explained: the page's text before a statement,
     by the statement's `id`."""
-    statements = [statement for step in steps for statement in (step.body if isinstance(step, Repeat) else [step])]
+    statements = statements_in(steps)
     imports, above = hoisted(statements, {parameter.name for parameter in parameters}, bound)
     within = [step for step in steps if isinstance(step, Repeat) or not (id(step) in imports or id(step) in above)]
-    local = {name for step in within for name in _names_bound(step)} | {p.name for p in parameters}
+    local = above_names(statements_in(within)) | {p.name for p in parameters}
     taken = {name for statement in statements for name in statement.names.binds | statement.names.needs}
     main = next(name for name in MAIN_NAMES if name not in taken)
     ours = {"import workbench as wb"}
@@ -187,8 +187,7 @@ def program(
             blocks.append(told + text)
         written.add(text)
         constant = not statement.is_definition
-    is_async = any(_awaits(step) for step in within)
-    blocks.append(_main(main, parameters, within, local, explained, is_async, statements))
+    blocks.append(_main(main, parameters, within, local, explained, statements))
     blocks.append(f'if __name__ == "__main__":\n    {workbench}.script.run({main})')
     return formatted("\n\n\n".join(block for block in blocks if block) + "\n")
 
@@ -261,30 +260,25 @@ def _is_constant(statement: Statement) -> bool:
     return is_literal(node.value) and node.targets[0].id.isupper()
 
 
-def _names_bound(step: Step) -> set[str]:
-    return {n for s in (step.body if isinstance(step, Repeat) else (step,)) for n in s.names.binds}
-
-
-def _awaits(step: Step) -> bool:
-    nodes = [s.node for s in (step.body if isinstance(step, Repeat) else (step,))]
-    kinds = ast.Await | ast.AsyncFor | ast.AsyncWith
-    called = {n.func.attr for n in at_margin(nodes) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
-    if called & LOOPS:
-        return True
-    comprehensions = any(isinstance(n, ast.comprehension) and n.is_async for n in at_margin(nodes))
-    return comprehensions or any(isinstance(node, kinds) for node in at_margin(nodes))
+def _awaits(node: ast.AST) -> bool:
+    """Whether a node needs an event loop around it."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in LOOPS
+    if isinstance(node, ast.comprehension):
+        return bool(node.is_async)
+    return isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith)
 
 
 def _main(
     name: str, parameters: Sequence[Parameter], steps: Sequence[Step], local: set[str], explained: dict[int, str],
-    is_async: bool, program: Sequence[Statement],
+    program: Sequence[Statement],
 ) -> str:  # fmt: skip
     arguments = "".join(f"\n    {parameter}," for parameter in parameters)
     signature = f"({arguments}\n)" if arguments else "()"
     lines = []
     cell = None
     for step in steps:
-        statements = step.body if isinstance(step, Repeat) else (step,)
+        statements = statements_in([step])
         text = ""
         if isinstance(step, Repeat) and (above := _explained(statements[0], explained)):
             lines.append(above)  # it explains all turns
@@ -301,6 +295,7 @@ def _main(
             text = f"for _ in {turns}:\n" + indented(text.strip("\n")) + "\n"
         lines.append(text)
     body = indented("".join(lines).strip("\n")) or "    pass"
+    is_async = any(map(_awaits, at_margin(statement.node for statement in statements_in(steps))))
     return f"{'async ' if is_async else ''}def {name}{signature} -> None:\n{body}"
 
 

@@ -77,7 +77,8 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
     with tempfile.TemporaryDirectory(prefix="wb-proof-") as folder:
         base = Path(folder)
         ran = {}
-        for name, run in (("notebook", _run_notebook), ("script", _run_script)):
+        ways = (("notebook", _notebook_command, None), ("script", _script_command, notebook.parent))
+        for name, command_of, folder_of in ways:
             own = base / name
             (own / "home").mkdir(parents=True)
             (home() / "models").mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,13 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
                 "PYTHONPATH": os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH")))),
             }  # fmt: skip
             try:
-                run(notebook, script, given, forced, own, environment)
+                command = command_of(notebook, script, given, forced, own)
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder_of)
+                if done.returncode:
+                    last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
+                    raise ProofFailed(
+                        f"the {name} ended with exit code {done.returncode}:\n{last}\n", "both must run to their ends"
+                    )
             finally:  # ends workbenches that were left open: no later process would find them
                 end = [sys.executable, "-m", "workbench.launch.execute"]
                 subprocess.run(end, env=environment, capture_output=True)
@@ -99,10 +106,9 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
         return compare_runs(ran["notebook"], ran["script"])
 
 
-def _run_notebook(
-    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path,
-    environment: dict[str, str],
-) -> None:  # fmt: skip
+def _notebook_command(
+    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path
+) -> list[str]:
     content = json.loads(path.read_text(encoding="utf-8"))
     for number, cell in enumerate(content["cells"], 1):
         if TAGS & set(cell.get("metadata", {}).get("tags", ())):
@@ -113,22 +119,19 @@ def _run_notebook(
             cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")
-    command = [sys.executable, "-m", "workbench.launch.execute", str(written), str(path.parent.resolve())]
-    command.append(json.dumps(opening))
-    _finish("notebook", subprocess.run(command, env=environment, capture_output=True, text=True))
+    where = [str(written), str(path.parent.resolve())]
+    return [sys.executable, "-m", "workbench.launch.execute", *where, json.dumps(opening)]
 
 
-def _run_script(
-    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path,
-    environment: dict[str, str],
-) -> None:  # fmt: skip
+def _script_command(
+    path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path
+) -> list[str]:
     written = own / "script.py"
     written.write_text(script, encoding="utf-8")
     options = [word for name, value in settings.items() for word in option(name, value) if has_option(script, name)]
     for name, value in opening.items():
         options += option("output" if name == "runs" else name, value)
-    command = [sys.executable, str(written), *options]
-    _finish("script", subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parent))
+    return [sys.executable, str(written), *options]
 
 
 def settings_of(given: Sequence[str]) -> dict[str, Any]:
@@ -158,14 +161,6 @@ def option(name: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
-
-
-def _finish(what: str, done: subprocess.CompletedProcess[str]) -> None:
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
-        raise ProofFailed(
-            f"the {what} ended with exit code {done.returncode}:\n{last}\n", "both must run to their ends"
-        )
 
 
 def compare_runs(notebook: Path, script: Path) -> Proof:
@@ -215,14 +210,10 @@ def _calls(folder: Path | None) -> list[Call]:
         (
             int(row["iteration"]),
             str(row["stage"]),
-            {name: value for name, value in row.items() if name not in known and _counts(name, value)},
+            {n: v for n, v in row.items() if not (n in known or n.endswith(TIMES) or math.isnan(v))},
         )
         for row in rows
     ]
-
-
-def _counts(name: str, value: float) -> bool:
-    return not name.endswith(TIMES) and not math.isnan(value)
 
 
 def _compared(lab: str, first: Sequence[Call], second: Sequence[Call], tolerance: float) -> list[dict[str, Any]]:

@@ -3,18 +3,19 @@ execution numbers."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.export.cells import Cell, Notebook, python_of
-from workbench.export.interrupted import Made, MadeCall, done_of, expression, position_of, resumed_later, written
+from workbench.export.interrupted import Made, MadeCall, done_of, expression, mark_finished, position_of, written
 from workbench.export.statements import Statement, statements_of
 from workbench.session.run_record import RunCell
 from workbench.telemetry.store import TelemetryStore
@@ -44,27 +45,29 @@ class Record:
 
 def read_record(folders: Iterable[Path]) -> Record:
     """The record in run folders of one notebook's workbenches, earliest first. placements: of those that were moved."""
-    runs: dict[tuple[str, int, str], RunCell] = {}
+    runs: list[RunCell] = []
+    places: dict[tuple[str, int, str], int] = {}  # of a run in `runs`, by kernel, number and digest
     placements: dict[str, str] = {}
     settings: list[str] = []
-    made: dict[tuple[str, int, str], Made] = {}
-    elsewhere: list[tuple[tuple[str, int, str] | None, MadeCall, str, int]] = []
+    made: dict[int, Made] = {}
+    elsewhere: list[tuple[int, MadeCall, str, int]] = []
     opened: dict[str, int] = {}
     lost: list[str] = []
     everything: list[MadeCall] = []
     for folder in folders:
-        name, last, open_cells = "", None, dict[int, Made]()
+        name, last, open_cells = "", -1, dict[int, Made]()
         for kind, details in _events(folder):
             if kind == "cell":
                 try:
                     failed = position_of(details.get("failed"))
                     run = RunCell(**{**details, "failed": failed})
-                    hash(key := (run.kernel, run.number, run.digest))
+                    last = places.setdefault((run.kernel, run.number, run.digest), len(runs))
                 except TypeError:  # a damaged line
                     continue
-                last = key
-                before = runs.get(key)
-                runs[key] = before if before is not None and before.id else run
+                if last == len(runs):
+                    runs.append(run)
+                elif not runs[last].id:
+                    runs[last] = run
                 made.setdefault(last, Made()).add(open_cells.pop(run.number, Made()))
             elif kind == EVENT and details.get("by"):
                 settings.append(
@@ -94,16 +97,9 @@ def read_record(folders: Iterable[Path]) -> Record:
                     open_cells.setdefault(details["cell"], Made()).calls.append(call)
                 else:
                     elsewhere.append((last, call, name, opened.get(name, 0)))
-    later = resumed_later(everything)
-    for one in made.values():
-        one.calls[:] = [later.get(id(call), call) for call in one.calls]
-    places = {key: place for place, key in enumerate(runs)}
-    return Record(
-        tuple(runs.values()), placements, tuple(settings), {places[key]: one for key, one in made.items()},
-        tuple((-1 if key is None else places[key], later.get(id(call), call), opened.get(name, 0) > times)
-              for key, call, name, times in elsewhere),
-        tuple(lost),
-    )  # fmt: skip
+    mark_finished(everything)
+    called = ((place, call, opened.get(name, 0) > times) for place, call, name, times in elsewhere)
+    return Record(tuple(runs), placements, tuple(settings), made, tuple(called), tuple(lost))
 
 
 def _lost(number: int, made: Made) -> str:
@@ -253,37 +249,28 @@ def _needed(cells: Sequence[Cell]) -> set[str]:
 def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], missing: list[str]) -> list[Cell]:
     """The cells, and what no cell called behind the one that had ended before: ends, by its place in the record. Behind
     a later one, where that makes the names that it needs. missing: takes a sentence for what cannot be written."""
-    order, made_names = list(cells), dict[str, str]()
     groups: dict[int, list[MadeCall]] = {}
     for place, call, _ in record.elsewhere:
         groups.setdefault(place, []).append(call)
-    behind: dict[int, int] = {}  # by place in the cells, how many were put behind it
-    texts = [*cells]
+    made_names, behind = dict[str, str](), dict[int, list[Cell]]()
+    bound = list(accumulate((_names(cell)[0] if cell.exported else set[str]() for cell in cells), operator.or_))
     for place, calls in groups.items():
         after = next((ends[n] for n in range(place, -1, -1) if n in ends), None)
-        at = next((n for n, cell in enumerate(texts) if cell is after), -1)
+        at = next((n for n, cell in enumerate(cells) if cell is after), 0)
         lines, needs, left = written(calls, made_names)
         where = f"after {after}" if after is not None else "before all cells"
         missing += [f"the panel, {where}: {line}" for line in left]
         if not lines:
             continue
-        bound: set[str] = set()
-        ready = None
-        for n, cell in enumerate(texts):
-            bound |= _names(cell)[0] if cell.exported else set()
-            if n >= at and needs <= bound:
-                ready = n
-                break
+        ready = next((n for n in range(at, len(cells)) if needs <= bound[n]), None)
         if ready is None:
-            lacks = ", ".join(sorted(needs - bound))
+            lacks = ", ".join(sorted(needs.difference(*bound[-1:])))
             missing.append(f"the panel, {where}, called {'; '.join(lines)}, and no cell makes {lacks}")
             continue
         by = "the panel" if any(call.by for call in calls) else "a button or a thread"
         text = "\n".join([f"# by {by}, not by a cell", *lines])
-        place_now = ready + 1 + sum(count for one, count in behind.items() if one <= ready)
-        order.insert(place_now, Cell(0, text, by=f"the panel, {where}"))
-        behind[ready] = behind.get(ready, 0) + 1
-    return order
+        behind.setdefault(ready, []).append(Cell(0, text, by=f"the panel, {where}"))
+    return [one for n, cell in enumerate(cells) for one in (cell, *behind.get(n, ()))]
 
 
 def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]:

