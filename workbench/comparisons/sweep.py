@@ -38,6 +38,7 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
 from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.machine import computing_threads, read_gpus
+from workbench.support.replaced import replaced
 from workbench.support.validation import PositiveInt, Rule
 from workbench.telemetry.store import json_rows
 
@@ -349,11 +350,10 @@ def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[li
         labs.append(lab)
         ledger.begun(key, lab.run_folder)
 
-    before, arguments.trial = arguments.trial, arguments.Trial(opening=opening, opened=opened)
     try:
-        yield labs
+        with replaced(arguments, "trial", arguments.Trial(opening=opening, opened=opened)):
+            yield labs
     finally:
-        arguments.trial = before
         for lab in labs:
             if not lab.ownership.closed:
                 lab.close()
