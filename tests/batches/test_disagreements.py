@@ -91,7 +91,7 @@ def test_a_score_that_is_the_same_on_all_rows_is_named(
     lab: wb.Workbench, one: list[float], two: list[float], said: str
 ) -> None:
     found = lab.put({"one": torch.tensor(one), "two": torch.tensor(two)}).disagreements("one", "two")
-    assert said in repr(found) and f"says nothing, since {found.one_sided}" in found._repr_html_()
+    assert said in repr(found) and f"says nothing: {found.one_sided}" in found._repr_html_()
     assert found.kappa == 0 or math.isnan(found.kappa)
 
 

@@ -22,8 +22,7 @@ SIZES = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
 # what is public by its name, and which part of the package calls it: nothing that a cell is told to call
 INTERNAL = {
     "Workbench": "call submit check_driver before_close note_position passed_over save_if_due take_edits open_runs",
-    "Batch": "after check_beside copies derive is_of known_as makers need part ready settle "
-    "twin with_columns with_made",
+    "Batch": "after check_beside copies derive is_of known_as makers need part ready settle twin with_made",
     "Algorithm": "change_argument define finish go_back go_on load_state need on_policy position rollouts state",
     "WorkerGroup": "become delegate place take_back take_edits",
     "PromptStream": "ahead begin go_back go_on kept",

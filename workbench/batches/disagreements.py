@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,41 +17,6 @@ if TYPE_CHECKING:
 
 
 SHOWN_CHARACTERS = 160
-
-
-def agreement(
-    names: tuple[str, str],
-    thresholds: tuple[float, float],
-    counts: Mapping[tuple[bool, bool], int],
-    kappa: float,
-    lines: Sequence[Mapping[str, Any]],
-    *,
-    left_out: int,
-    rows: int,
-    one_sided: str,
-) -> str:
-    """Html: the rows by the two verdicts, Cohen's kappa, and the first lines. rows: how many lines there are in all.
-    one_sided: why kappa says nothing, if it does not."""
-    one, two = (f"{name} > {limit:.4g}" for name, limit in zip(names, thresholds, strict=True))
-    total = sum(counts.values())
-    apart = counts[True, False] + counts[False, True]
-    without = f"; {left_out} failed rows are left out" if left_out else ""
-    said = f"says nothing, since {one_sided}" if one_sided else f"{kappa:.2f}"
-    caption = f"{apart} of {total} rows: one verdict, not the other. Cohen's kappa {said}{without}"
-    verdicts = [
-        {"": one if mine else f"not {one}", two: counts[mine, True], f"not {two}": counts[mine, False]}
-        for mine in (True, False)
-    ]
-    shown = [{name: _short(value) for name, value in line.items()} for line in lines]
-    more = f" (the first {len(lines)} of {rows}; .df has all)" if rows > len(lines) else ""
-    return table(verdicts, caption=caption) + table(shown, caption=f"largest gaps first{more}")
-
-
-def _short(value: Any) -> Any:
-    text = value if isinstance(value, str) else None
-    return value if text is None or len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
-
-
 SHOWN_ROWS = 12
 
 
@@ -105,17 +70,35 @@ class Disagreements:
         by_chance = one * two + (1 - one) * (1 - two)
         return (self.agreement - by_chance) / (1 - by_chance) if by_chance < 1 else float("nan")
 
-    def __repr__(self) -> str:
-        rows, apart = sum(self.counts.values()), self.counts[True, False] + self.counts[False, True]
+    @property
+    def _told(self) -> tuple[str, str]:
+        """On how many rows they differ, and kappa, in words."""
+        apart = self.counts[True, False] + self.counts[False, True]
         kappa = f"kappa says nothing: {self.one_sided}" if self.one_sided else f"kappa {self.kappa:.2f}"
-        return f"<{self.names[0]} and {self.names[1]} disagree on {apart} of {rows} rows; {kappa}>"
+        return f"{apart} of {sum(self.counts.values())} rows", kappa
+
+    def __repr__(self) -> str:
+        apart, kappa = self._told
+        return f"<{self.names[0]} and {self.names[1]} disagree on {apart}; {kappa}>"
 
     def _repr_html_(self) -> str:
-        lines: list[Any] = self.df.head(SHOWN_ROWS).to_dict("records")
-        return agreement(
-            self.names, self.thresholds, self.counts, self.kappa, lines, left_out=self.left_out, rows=len(self.df),
-            one_sided=self.one_sided,
-        )  # fmt: skip
+        """The rows by the two verdicts, and the first lines."""
+        (apart, kappa), rows = self._told, len(self.df)
+        one, two = (f"{name} > {limit:.4g}" for name, limit in zip(self.names, self.thresholds, strict=True))
+        verdicts = [
+            {"": one if mine else f"not {one}", two: self.counts[mine, True], f"not {two}": self.counts[mine, False]}
+            for mine in (True, False)
+        ]
+        without = f"; {self.left_out} failed rows are left out" if self.left_out else ""
+        more = f" (the first {SHOWN_ROWS} of {rows}; .df has all)" if rows > SHOWN_ROWS else ""
+        lines: list[Any] = self.df.head(SHOWN_ROWS).map(_short).to_dict("records")
+        caption = f"{apart}: one verdict, not the other. Cohen's {kappa}{without}"
+        return table(verdicts, caption=caption) + table(lines, caption=f"largest gaps first{more}")
+
+
+def _short(value: Any) -> Any:
+    long = isinstance(value, str) and len(value) > SHOWN_CHARACTERS
+    return f"{value[: SHOWN_CHARACTERS - 3]}..." if long else value
 
 
 def disagreements(batch: Batch, names: tuple[str, str], threshold: float | tuple[float, float] | None) -> Disagreements:

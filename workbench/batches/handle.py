@@ -96,7 +96,7 @@ class BatchHandle(NamedAttributes):
         return self._next({**kept, **promised}, self._meta)
 
     def with_made(self, run: Maker, copies: int = 1, without: Collection[str] = ()) -> Self:
-        """The next version, with the columns that a run has made which fails all the same. It waits for no other."""
+        """The next version, with the columns that a run has made and did not promise. It waits for no other."""
         if copies != 1:
             return self.copies(copies).with_made(run, without=without)
         kept = {name: column for name, column in self._columns.items() if name not in without}
@@ -211,10 +211,6 @@ class BatchHandle(NamedAttributes):
         batch = self._next(columns, {**self._meta, **(meta or {})})
         self._source.derived(batch, tool, [self, *others])
         return batch
-
-    def with_columns(self, columns: Mapping[str, Column], meta: Mapping[str, Any]) -> Self:
-        """The next version, with these columns added or replaced."""
-        return self._next({**self.columns, **columns}, {**self._meta, **meta})
 
     def copies(self, n: int) -> Self:
         """Every row n times, copies side by side: `repeat` for a call that is about to be made."""
@@ -343,9 +339,7 @@ class BatchHandle(NamedAttributes):
         `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
         """
         names = ["row", "prompt", "stage", "function", "error"]
-        if "failure" not in self.names:
-            return pd.DataFrame(columns=names).astype({"row": "int64"})
-        texts = list(map(str, self._values("failure", "failed")))
+        texts = list(map(str, self._values("failure", "failed"))) if "failure" in self.names else []
         rows = [row for row, text in enumerate(texts) if text]
         if not rows:
             return pd.DataFrame(columns=names).astype({"row": "int64"})

@@ -151,40 +151,22 @@ class Location:
         return pulls
 
 
-# --- row numbers on their way to a host: small, because most of them are runs of consecutive numbers -----------------
+# --- row numbers on their way to a host ------------------------------------------------------------------------------
 
 
-class PackedRows(NamedTuple):
-    """Run i is `counts[i]` consecutive numbers from `starts[i]`; without `counts`, `starts` are the numbers."""
-
-    starts: np.ndarray | range
-    counts: np.ndarray | None
-
-    def unpack(self) -> np.ndarray:
-        """The row numbers [rows], int64."""
-        if isinstance(self.starts, range):
-            return np.arange(self.starts.start, self.starts.stop)
-        starts = self.starts.astype(np.int64)
-        if self.counts is None:
-            return starts
-        counts = self.counts.astype(np.int64)
-        before = np.cumsum(counts) - counts
-        return np.arange(counts.sum()) + np.repeat(starts - before, counts)
+PackedRows = range | np.ndarray
 
 
-def pack(rows: np.ndarray) -> PackedRows:
-    """Row numbers [rows], not negative, in few bytes; linear in rows."""
-    (ends,) = (rows[1:] != rows[:-1] + 1).nonzero()
-    if len(rows) and not len(ends):
-        return PackedRows(range(rows[0].item(), rows[0].item() + len(rows)), None)
-    if 2 * len(ends) + 2 < len(rows):
-        bounds = np.concatenate(([0], ends + 1, [len(rows)]))
-        return PackedRows(_narrow(rows[bounds[:-1]]), _narrow(bounds[1:] - bounds[:-1]))
-    return PackedRows(_narrow(rows), None)
+def packed(rows: np.ndarray) -> PackedRows:
+    """Row numbers [rows], not negative: consecutive ones as a range, others in the smallest dtype that holds them."""
+    if len(rows) and bool((rows[1:] == rows[:-1] + 1).all()):
+        return range(rows[0].item(), rows[-1].item() + 1)
+    return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))
 
 
-def _narrow(numbers: np.ndarray) -> np.ndarray:
-    return numbers.astype(np.min_scalar_type(int(numbers.max()))) if len(numbers) else numbers
+def unpacked(rows: PackedRows) -> np.ndarray:
+    """The row numbers that were packed, int64."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.astype(np.int64)
 
 
 Chunks = list[np.ndarray]  # the row numbers of one rank, one array a minibatch

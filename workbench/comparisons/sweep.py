@@ -38,6 +38,7 @@ from workbench.support.checked_calls import checked_call
 from workbench.support.files import path_of
 from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.machine import computing_threads, read_gpus
+from workbench.support.replaced import replaced
 from workbench.support.validation import PositiveInt, Rule
 from workbench.telemetry.store import json_rows
 
@@ -205,35 +206,28 @@ def sweep(
     if at_once > 1:
         pickled(train, ("a trial has a process of its own", "make it inside train, or leave at_once out"))
     ledger = Ledger(path_of(runs, "runs").absolute() / "sweeps" / f"{name}.jsonl")
-    with ledger.owned():
-        return _swept(name, ledger, train, arms, seeds, early_stop, save_every, at_once)
-
-
-def _swept(
-    name: str, ledger: Ledger, train: Train, arms: Arms, seeds: int, early_stop: bool, save_every: int | None,
-    at_once: int,
-) -> Sweep:  # fmt: skip
     code = code_behind(train)
     keys = {
         (arm, seed): TrialKey(arm, seed, fingerprint((code, dict(settings)))[:16])
         for arm, settings in arms.items() for seed in range(seeds)
     }  # fmt: skip
-    if others := ledger.of_other_code(keys):
-        print(f"{others} trials of {name} had other settings or another function: they do not count")
-    scores: dict[str, list[float]] = {arm: [] for arm in arms}
-    rows, stopped = [], dict[str, str]()
-    for seed in range(seeds):
-        racing = {arm: settings for arm, settings in arms.items() if arm not in stopped}
-        if at_once > 1:
-            missing = {key: racing[arm] for arm in racing if not ledger.ended(key := keys[arm, seed])}
-            _side_by_side(ledger, missing, train, save_every, at_once)
-        for arm, settings in racing.items():
-            key = keys[arm, seed]
-            ended = ledger.ended(key) or _made(ledger, key, train, settings, save_every)
-            scores[arm].append(ended.score)
-            rows.append({"arm": arm, "seed": seed, **vars(ended)})
-        if early_stop:
-            stopped |= beaten(scores, stopped, looks=seeds - 1)
+    with ledger.owned():
+        if others := ledger.of_other_code(keys):
+            print(f"{others} trials of {name} had other settings or another function: they do not count")
+        scores: dict[str, list[float]] = {arm: [] for arm in arms}
+        rows, stopped = [], dict[str, str]()
+        for seed in range(seeds):
+            racing = {arm: settings for arm, settings in arms.items() if arm not in stopped}
+            if at_once > 1:
+                missing = {key: racing[arm] for arm in racing if not ledger.ended(key := keys[arm, seed])}
+                _side_by_side(ledger, missing, train, save_every, at_once)
+            for arm, settings in racing.items():
+                key = keys[arm, seed]
+                ended = ledger.ended(key) or _made(ledger, key, train, settings, save_every)
+                scores[arm].append(ended.score)
+                rows.append({"arm": arm, "seed": seed, **vars(ended)})
+            if early_stop:
+                stopped |= beaten(scores, stopped, looks=seeds - 1)
     return _sweep(rows, scores, stopped, seeds, shared_level(len(arms), seeds - 1 if early_stop else 1))
 
 
@@ -356,11 +350,10 @@ def _trial(ledger: Ledger, key: TrialKey, save_every: int | None) -> Iterator[li
         labs.append(lab)
         ledger.begun(key, lab.run_folder)
 
-    before, arguments.trial = arguments.trial, arguments.Trial(opening=opening, opened=opened)
     try:
-        yield labs
+        with replaced(arguments, "trial", arguments.Trial(opening=opening, opened=opened)):
+            yield labs
     finally:
-        arguments.trial = before
         for lab in labs:
             if not lab.ownership.closed:
                 lab.close()

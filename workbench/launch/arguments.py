@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 from pydantic import AfterValidator, Field
 
+from workbench.backends.registry import check_name
 from workbench.display import progress
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def _check_name(name: str) -> str:
-    from workbench.backends.registry import check_name
-
-    return check_name(name)
-
-
 def _check_path(path: str | Path) -> str | Path:
     path_of(path, "the path")
     return path
@@ -59,7 +54,7 @@ def _check_trackers(trackers: str | Sequence[str]) -> list[str]:
 
 
 TEXT = Rule("must be a text, and not empty")
-Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name), TEXT]
+Name = Annotated[str, Field(min_length=1), AfterValidator(check_name), TEXT]
 Folder = Annotated[Annotated[str, Field(min_length=1)] | Path, AfterValidator(_check_path), TEXT]
 Backend = Literal["ray", "inline"]
 Device = Literal["cpu", "cuda"]

@@ -29,6 +29,7 @@ from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.launch import arguments as of_open
 from workbench.launch.options import Option, Parser, options_of
 from workbench.support.checked_calls import checked_call
+from workbench.support.replaced import replaced
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
@@ -73,12 +74,11 @@ def run(main: Callable[..., Any], argv: Sequence[str] | None = None) -> NoReturn
         opening={name: read[f"open.{name}"] for name in of_open.OPTIONS if f"open.{name}" in read},
         keep=read.get("script.keep", False),
     )
-    before, shown = of_open.running, progress.show("nothing" if read.get("script.quiet") else "logged")
-    of_open.running = script
+    shown = progress.show("nothing" if read.get("script.quiet") else "logged")
     try:
-        code = _carry_out(main, script, read.get("script.traceback", False))
+        with replaced(of_open, "running", script):
+            code = _carry_out(main, script, read.get("script.traceback", False))
     finally:
-        of_open.running = before
         progress.show(shown)
     raise SystemExit(code)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.batches.columns import ColumnValues, Table, describe, nbytes
-from workbench.batches.location import Pull, ShardId, pack
+from workbench.batches.location import Pull, ShardId, packed, unpacked
 from workbench.batches.schema import ScoredRows
 from workbench.errors import StageError, WorkbenchError
 from workbench.errors.frames import Frame, Raised, chain_of, is_users
@@ -275,16 +275,16 @@ class Call:
 
     def __getstate__(self) -> dict[str, Any]:
         pulls = tuple(
-            (names, tuple((p.shard, pack(p.positions), pack(p.destinations), p.name) for p in parts))
+            (names, tuple((p.shard, packed(p.positions), packed(p.destinations), p.name) for p in parts))
             for names, parts in self.pulls
         )
-        rows, sample = (None if numbers is None else pack(numbers) for numbers in (self.rows, self.sample))
+        rows, sample = (None if numbers is None else packed(numbers) for numbers in (self.rows, self.sample))
         return {**self.__dict__, "pulls": pulls, "rows": rows, "sample": sample}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pulls = tuple(
-            (names, tuple(Pull(shard, rows.unpack(), there.unpack(), name) for shard, rows, there, name in parts))
+            (names, tuple(Pull(shard, unpacked(rows), unpacked(there), name) for shard, rows, there, name in parts))
             for names, parts in state["pulls"]
         )
-        rows, sample = (None if packed is None else packed.unpack() for packed in (state["rows"], state["sample"]))
+        rows, sample = (None if numbers is None else unpacked(numbers) for numbers in (state["rows"], state["sample"]))
         self.__dict__.update(state, pulls=pulls, rows=rows, sample=sample)

@@ -28,7 +28,7 @@ from workbench.errors import BadInput, HostDied, NotFound, WorkbenchError
 from workbench.messages.calls import HostInfo, Reply
 from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, reported
 from workbench.placement import ROLLOUT
-from workbench.session.checkpoint.checkpoints import Checkpoints
+from workbench.session.checkpoint.checkpoints import Automatic, Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, find_checkpoint, read_checkpoint
 from workbench.session.checkpoint.restoring import Restoring
 from workbench.session.journal import KeptBatch, Recorded
@@ -270,11 +270,8 @@ def _take_position(
     position.first_states, position.recovering = values["first_states"], values["recovering"]
     position.last_saved, position.checkpoint = map(_checkpoint, values["checkpoints"])
     if automatic := values["autosave"]:
-        checkpoints.autosave(automatic["every"], minutes=automatic["minutes"], keep=automatic["keep"],
-                             folder=automatic["folder"], models=automatic["models"])  # fmt: skip
-        assert checkpoints.automatic is not None
-        checkpoints.automatic.iteration = automatic["iteration"]
-        checkpoints.automatic.written = [Path(path) for path in automatic["written"]]
+        paths = {"folder": Path(automatic["folder"]), "written": [Path(path) for path in automatic["written"]]}
+        checkpoints.automatic = Automatic(**{**automatic, **paths, "time_s": time.monotonic()})
 
 
 def _checkpoint(folder: str | None) -> Checkpoint | None:

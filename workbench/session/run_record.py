@@ -203,24 +203,21 @@ class _History:
 
     def _ran(self, result: Any) -> None:
         with suppress(KeyboardInterrupt), uninterrupted():  # the cell is over: there is nothing left to interrupt
-            self._note(result)
-
-    def _note(self, result: Any) -> None:
-        loaded.note()
-        info = result.info
-        if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
-            return
-        cell = RunCell.of(
-            self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell, bool(result.success),
-            failed_position(result.error_in_exec),
-        )  # fmt: skip
-        self.cells.append(cell)
-        for telemetry, _ in self.followers:
-            try:
-                telemetry.append_event("cell", **asdict(cell))
-            except OSError:  # a run folder that was deleted
-                continue
-        self.followers = [follower for follower in self.followers if not follower[1]()]
+            loaded.note()
+            info = result.info
+            if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
+                return
+            cell = RunCell.of(
+                self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell,
+                bool(result.success), failed_position(result.error_in_exec),
+            )  # fmt: skip
+            self.cells.append(cell)
+            for telemetry, _ in self.followers:
+                try:
+                    telemetry.append_event("cell", **asdict(cell))
+                except OSError:  # a run folder that was deleted
+                    continue
+            self.followers = [follower for follower in self.followers if not follower[1]()]
 
 
 _history = functools.cache(_History)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -196,20 +196,15 @@ class Topology:
         machines, refusal = {s["host"]: s["machine"] for s in seen}, self._refusal(change)
         if refusal is None:
             try:
-                change = replace(change, machines=self._machines_of(change, description, machines))
+                new = self._hosts.starting(change, description)
+                planned = dict(zip((info.name for info in new), self._hosts.backend.machines(new), strict=False))
+                known = {**machines, **planned}  # of new processes where the backend can tell
+                change = replace(change, machines=tuple(known.get(name, "") for name in change.names))
             except BadInput as error:  # devices that are apart from each other
                 refusal = error
         change = self.rates.known(change, machines)
         rest_s = self._rest_s(starts=any(place.new for place in change.places))
         return replace(change, refusal=refusal, start_s=_start_s(change, seen), rest_s=rest_s)
-
-    def _machines_of(
-        self, change: PlacementChange, description: Description, machines: Mapping[str, str]
-    ) -> tuple[str, ...]:
-        """`PlacementChange.machines`; those of new processes where the backend can tell."""
-        new = self._hosts.starting(change, description)
-        planned = dict(zip((info.name for info in new), self._hosts.backend.machines(new), strict=False))
-        return tuple({**machines, **planned}.get(name, "") for name in change.names)
 
     def given_up(self, description: Description) -> set[str]:
         """The pools that were lost, where another description has none of their roles: they may go as they are."""

@@ -204,16 +204,12 @@ def too_many_failed(run: Run, failed: Mapping[int, FailedRows], batch: Batch) ->
         f"All that was finished is kept in error.batch, which is lab.batch({batch.id!r}): mend the function, and give "
         "it that batch with only=error.batch.failed()"
     )
-    again = type(error)(
-        error.value, *(". ".join(filter(None, (one.rstrip("."), two))) for one, two in
-                       ((error.rule, told), (error.remedy, remedy)))
-    )  # fmt: skip
-    again.failure, again.__cause__ = error.failure, error.__cause__
-    if isinstance(again, StageError):
-        again.batch = batch
-    for note in getattr(error, "__notes__", ()):
-        again.add_note(note)
-    return again
+    error.rule, error.remedy = (
+        ". ".join(filter(None, (one.rstrip("."), two))) for one, two in ((error.rule, told), (error.remedy, remedy))
+    )
+    if isinstance(error, StageError):
+        error.batch = batch
+    return error
 
 
 def _rank_failure(ranks: list[int], failures: Mapping[int, Failure]) -> RankFailure:

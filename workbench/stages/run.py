@@ -268,7 +268,11 @@ def interruptible(run: Run) -> Iterator[Presses]:
         try:
             yield presses
         except KeyboardInterrupt:
-            raise interrupted.left_alone(run.name) from None
+            raise StageInterrupted(
+                f"{run.name} was interrupted twice",
+                "its ranks stop at the next place where nothing is half done, and nobody waits for them",
+                "run the cell again to go on: the next call waits for them",
+            ) from None
 
 
 def wait_for(run: Run, bar: Progress, presses: Presses) -> Any:

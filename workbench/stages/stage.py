@@ -28,7 +28,7 @@ from workbench.batches.location import Column, Location, Pull, ShardId
 from workbench.batches.schema import OF_ONE_RESPONSE
 from workbench.batches.store import Origin, Weights
 from workbench.display.progress import note
-from workbench.errors import BadInput, StageTimeout, UpstreamError
+from workbench.errors import BadInput, StageInterrupted, StageTimeout, UpstreamError
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call, Reply, agreed_columns
 from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, reported
@@ -327,7 +327,12 @@ class StageRun(Run):
         if failures:
             raise one_error(self, failures)
         if self.stuck:
-            raise interrupted.stuck(self.name, ", ".join(map(str, self.ranks.working)), GRACE_S)
+            ranks = ", ".join(map(str, self.ranks.working))
+            raise StageInterrupted(
+                f"{self.name} was to stop, and rank {ranks} showed no progress for {GRACE_S:g} s",
+                "it waits in a collective, or for code that does not return: its pool is lost",
+                "lab.recover() starts it again, and goes on from the last checkpoint",
+            )
         self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
         if self.parts:
             raise interrupted.after(self.name, self.parts[0]) if self.updates else interrupted.as_before(self.name)
@@ -386,10 +391,9 @@ class StageRun(Run):
             )
             for name, summary in summaries.items()
         }  # fmt: skip
-        if too_many:
+        made = self.batch
+        if made is None or too_many:
             made = batch.with_made(self, self.samples, self._stale)
-        else:
-            made = batch.with_columns(self.made, self.meta) if self.batch is None else self.batch
         self.runner.batches.store.add(made, self._origin(), self.made.values(), by_loop=self.by_loop)
         if too_many:
             raise too_many_failed(self, failed, made)

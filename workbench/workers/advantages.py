@@ -166,9 +166,7 @@ class Estimation:
         elif estimator in REWARD_TO_GO:
             both = self._reward_to_go(scores_B, rewards_BT)
         elif estimator == "grpo_process":
-            advantages_BT = over_steps(
-                rewards_BT, scores.ndim == 1, self.batch, self.mask_BT, self.communicator, self.metrics
-            )
+            advantages_BT = self._over_steps(rewards_BT, one_step=scores.ndim == 1)
             both = advantages_BT, reinforce(rewards_BT, self.mask_BT, 1.0)[0]
         else:
             both = self._of_responses(scores_B, penalty_B, signal)
@@ -278,15 +276,13 @@ class Estimation:
         # The samples of a prompt may lie on several ranks: every rank sees all valid scores, a number a row.
         groups_B, valid_B, communicator = self.batch.numbers("prompt_uid"), self.valid_B, self.communicator
         every_N = communicator.gathered(groups_B)
-        shards = communicator.all_gather(penalised_B[valid_B])
-        scores_N, groups_N = torch.cat(shards), communicator.gathered(groups_B[valid_B])
+        scores_N, mine = self._everywhere(penalised_B[valid_B])
+        groups_N = communicator.gathered(groups_B[valid_B])
         if self.estimator != "rloo":
             check_groups(self.estimator, every_N)
         advantages_N = self._of_group(scores_N, groups_N)
         if len(advantages_N) and not advantages_N.any():
             self.notes.append(_note_on_equal_scores(self.batch.meta.get("temperature")))
-        before = sum(map(len, shards[: communicator.rank]))
-        mine = slice(before, before + self.rows)
         without = ~with_variance(communicator.gathered(scores_B[valid_B]), groups_N)[mine]
         self.metrics.setdefault("without_variance/fraction", Mean(total=float(without.sum()), count=self.rows))
         advantages_B = torch.zeros(len(self.batch))
@@ -324,33 +320,32 @@ class Estimation:
         baseline_N = off_policy_baseline(scores_N, groups_N, gathered(weight_B), gathered(norm2_B))
         return (scores_N - baseline_N) / group_deviation(scores_N, groups_N)
 
+    def _over_steps(self, rewards_BT: Tensor, *, one_step: bool) -> Tensor:
+        """The advantages of process supervision, [B, T], from token rewards after penalties. one_step: a response is
+        one.
 
-# --- rewards of steps -------------------------------------------------------------------------------------------------
+        Metrics: `steps/mean`, of a response, and the share of steps whose prompt has equal rewards only.
+        """
+        groups_B, mask_BT = self.batch.numbers("prompt_uid"), self.mask_BT
+        check_groups("grpo_process", self.communicator.gathered(groups_B))
+        ends_BT = mask_BT
+        if one_step:
+            ends_BT = mask_BT & (mask_BT.flip(-1).cumsum(-1).flip(-1) == 1)
+        elif "step_ends" in self.batch.columns:
+            ends_BT = mask_BT & self.batch.ragged("step_ends").pad().bool()
+        steps_N, mine = self._everywhere(step_scores(rewards_BT, ends_BT))
+        groups_N = self.communicator.gathered(groups_B.repeat_interleave(ends_BT.sum(-1)))
+        steps = mine.stop - mine.start
+        self.metrics["steps/mean"] = Mean(total=steps, count=self.rows)
+        alike = steps - float(with_variance(steps_N, groups_N)[mine].sum())
+        self.metrics.setdefault("without_variance/fraction", Mean(total=alike, count=steps))
+        return process_advantages(grpo(steps_N, groups_N)[mine].float(), ends_BT) * mask_BT
 
-
-def over_steps(
-    rewards_BT: Tensor, one_step: bool, batch: Shard, mask_BT: Tensor, communicator: Communicator, metrics: Metrics
-) -> Tensor:
-    """The advantages of process supervision, [B, T], from token rewards after penalties. one_step: a response is one.
-
-    Metrics: `steps/mean`, of a response, and the share of steps whose prompt has equal rewards only.
-    """
-    groups_B = batch.numbers("prompt_uid")
-    check_groups("grpo_process", communicator.gathered(groups_B))
-    ends_BT = mask_BT
-    if one_step:
-        ends_BT = mask_BT & (mask_BT.flip(-1).cumsum(-1).flip(-1) == 1)
-    elif "step_ends" in batch.columns:
-        ends_BT = mask_BT & batch.ragged("step_ends").pad().bool()
-    steps_S, groups_S = step_scores(rewards_BT, ends_BT), groups_B.repeat_interleave(ends_BT.sum(-1))
-    shards = communicator.all_gather(steps_S)
-    steps_N, groups_N = torch.cat(shards), communicator.gathered(groups_S)
-    before = sum(map(len, shards[: communicator.rank]))
-    mine = slice(before, before + len(steps_S))
-    metrics["steps/mean"] = Mean(total=len(steps_S), count=int(batch.valid.sum()))
-    alike = len(steps_S) - float(with_variance(steps_N, groups_N)[mine].sum())
-    metrics.setdefault("without_variance/fraction", Mean(total=alike, count=len(steps_S)))
-    return process_advantages(grpo(steps_N, groups_N)[mine].float(), ends_BT) * mask_BT
+    def _everywhere(self, numbers: Tensor) -> tuple[Tensor, slice]:
+        """The numbers of all ranks, in rank order, and where this rank's are among them."""
+        shards = self.communicator.all_gather(numbers)
+        before = sum(map(len, shards[: self.communicator.rank]))
+        return torch.cat(shards), slice(before, before + len(numbers))
 
 
 def check_groups(estimator: object, groups_N: Tensor) -> None:

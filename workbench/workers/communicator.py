@@ -51,7 +51,7 @@ class Communicator:
         self._recorder, self._inner, self._hosts = recorder, inner, tuple(hosts)
 
     @contextmanager
-    def _counted(self, nbytes: int = 0) -> Iterator[None]:
+    def _counted(self, nbytes: int) -> Iterator[None]:
         self.moved_bytes += nbytes
         if self._inner:
             yield
@@ -124,11 +124,6 @@ class Communicator:
             with self._counted(tensor.nbytes if self.rank == source else 0):
                 dist.broadcast(tensor, group=self.process_group, group_src=source)
         return tensor
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            with self._counted():
-                dist.barrier(group=self.process_group)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

@@ -28,6 +28,8 @@ class Compaction:
 
     def __init__(self, context: Context, tokenizer: PreTrainedTokenizerBase) -> None:
         self._context, self._tokenizer = context, tokenizer
+        self.function = context.summary if callable(context.summary) else None  # the user's, in place of the policy
+        self.summary_room = context.turn_tokens
 
     def room(self, context_tokens: int) -> int:
         """Tokens that a turn may have behind so many."""
@@ -51,15 +53,6 @@ class Compaction:
         asked = self._written(self._context.summary, conversation.response_ids[-1])
         room = max_model_tokens - len(conversation.context_ids) - len(asked)
         return asked if room >= self._context.turn_tokens else []
-
-    @property
-    def function(self) -> Callable[[str], Any] | None:
-        """The user's, which summarizes in place of the policy."""
-        return self._context.summary if callable(self._context.summary) else None
-
-    @property
-    def summary_room(self) -> int:
-        return self._context.turn_tokens
 
     def begins_with(self, conversation: Conversation, summary_ids: Sequence[int] = ()) -> list[int] | None:
         """The tokens of the next context, up to the policy's turn; None where not even the newest turn fits."""

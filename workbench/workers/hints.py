@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged, Table
+from workbench.batches.columns import ColumnValues, Ragged, Table, rows_at
 from workbench.batches.schema import SCHEMA
 from workbench.batches.schema_check import first_of
 from workbench.data.reward_function import NOT_ASKED, first_failure
@@ -101,7 +102,7 @@ def require_finite(output: Output, call: Call, shard: Shard | None, worker: Work
         number = row if call.rows is None else int(call.rows[row])
         place = f"row {number}" + ("" if token is None else f", response token {token}")
         why, remedy = _cause(call, shard, worker, row)
-        rows = sum(first_not_finite(_row(column, row)) is not None for row in range(len(column)))
+        rows = sum(bool(not_finite_in({name: column}, row)) for row in range(len(column)))
         more = f", the first of {rows} such rows" if rows > 1 else ""
         raise StageError(f"column {name!r} holds {value} in {place}{more}", why, remedy)
 
@@ -119,14 +120,8 @@ def first_not_finite(column: ColumnValues) -> tuple[int, int | None, str] | None
 
 def not_finite_in(table: Mapping[str, ColumnValues], row: int) -> str:
     """The columns of a table that hold NaN or infinity in a row, in words; empty where none does."""
-    named = [name for name, column in table.items() if first_not_finite(_row(column, row)) is not None]
+    named = [name for name, one in rows_at(table, np.array([row])).items() if first_not_finite(one) is not None]
     return ", ".join(map(repr, named))
-
-
-def _row(column: ColumnValues, row: int) -> ColumnValues:
-    if isinstance(column, Ragged):
-        return column.take([row])
-    return column[row : row + 1]
 
 
 def _cause(call: Call, shard: Shard | None, worker: Worker, row: int) -> tuple[str, str]:

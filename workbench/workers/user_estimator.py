@@ -10,7 +10,6 @@ Suffixes: N rows of the whole batch, B those of a rank, T response tokens of the
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +89,7 @@ def estimated(
     def whole(column: ColumnValues) -> ColumnValues:
         """A column of all valid rows, in their order."""
         if isinstance(column, list):
-            data = torch.frombuffer(bytearray(pickle.dumps(column)), dtype=torch.uint8)
-            rows = [row for part in communicator.all_gather(data) for row in pickle.loads(part.numpy().tobytes())]
+            rows = communicator.shared_by_group(communicator.world_size, lambda: column)
             return [rows[i] for i in order.tolist()]
         if isinstance(column, Ragged):
             lengths = communicator.gathered(column.lengths)

@@ -330,11 +330,6 @@ class Recording:
             _add(first, said)
         return first, starts
 
-    @property
-    def asked_nothing(self) -> bool:
-        """Whether there is no answer to train on."""
-        return not any(segment.points for segment in self.segments)
-
 
 def _begun(request: Request, prompt_ids: list[int]) -> Segment:
     """A new segment. It gets its seed when it is certain to be asked for."""

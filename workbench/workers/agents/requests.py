@@ -245,25 +245,18 @@ def plain_message(message: Any, number: int) -> dict[str, Any]:
 
 def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
     """Calls as chat templates take them: their arguments are JSON in a text, and an object there."""
+    found = []
     try:
-        return [
-            {
-                "id": str(call["id"]),
-                "type": "function",
-                "function": {"name": str(call["function"]["name"]), "arguments": _arguments(call["function"])},
-            }
-            for call in calls
-        ]
+        for call in calls:
+            name, given = str(call["function"]["name"]), call["function"]["arguments"]
+            function = {"name": name, "arguments": json.loads(given) if isinstance(given, str) else given}
+            found.append({"id": str(call["id"]), "type": "function", "function": function})
     except (TypeError, KeyError, ValueError, RecursionError):
         raise Refused.because(
             f"tool_calls of {param}={shown(calls)}", "must be calls as the server has answered them", "send them again",
             param=param,
         ) from None  # fmt: skip
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    given = function["arguments"]
-    return json.loads(given) if isinstance(given, str) else given
+    return found
 
 
 def _content(value: Any, param: str) -> str:

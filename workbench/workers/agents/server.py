@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +143,7 @@ class AgentServer:
 
         async def answered(http: Any, kind: Kind) -> Any:
             asked, answer = await self._ask(http, kind)
-            body = BODIES[kind](answer)
+            body = body_of(kind, answer)
             if not asked.stream:
                 return web.json_response(body)
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -186,35 +186,22 @@ class AgentServer:
             waiting.gone = waiting.future.cancelled()
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def body_of(kind: Kind, answer: Answer) -> dict[str, Any]:
+    """An answer as OpenAI writes it."""
+    said: dict[str, Any] = {"text": answer.text}
+    name, prefix = "text_completion", "cmpl"
+    if kind == "chat":
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.tool_calls:
+            message |= {"content": answer.text or None, "tool_calls": answer.tool_calls}
+        name, prefix, said = "chat.completion", "chatcmpl", {"message": message}
+    reason = "tool_calls" if answer.tool_calls else FINISH[answer.ending]
     total = answer.prompt_tokens + answer.tokens
-    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total}
-
-
-def _body(answer: Answer, prefix: str, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    choice |= {
-        "index": 0,
-        "logprobs": None,
-        "finish_reason": "tool_calls" if answer.tool_calls else FINISH[answer.ending],
-    }
     return {
-        "id": f"{prefix}-{next(_numbers)}", "object": kind, "created": int(time.time()), "model": MODEL,
-        "choices": [choice], "usage": _usage(answer),
+        "id": f"{prefix}-{next(_numbers)}", "object": name, "created": int(time.time()), "model": MODEL,
+        "choices": [{**said, "index": 0, "logprobs": None, "finish_reason": reason}],
+        "usage": {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total},
     }  # fmt: skip
-
-
-def _chat_body(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.tool_calls:
-        message |= {"content": answer.text or None, "tool_calls": answer.tool_calls}
-    return _body(answer, "chatcmpl", "chat.completion", {"message": message})
-
-
-def _text_body(answer: Answer) -> dict[str, Any]:
-    return _body(answer, "cmpl", "text_completion", {"text": answer.text})
-
-
-BODIES: dict[Kind, Callable[[Answer], dict[str, Any]]] = {"chat": _chat_body, "text": _text_body}
 
 
 def events(kind: Kind, body: dict[str, Any], *, with_usage: bool) -> bytes:

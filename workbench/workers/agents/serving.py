@@ -154,7 +154,7 @@ class Serving:
     def _row(self, i: int, outcome: Outcome) -> AgentRow:
         recording, failure = self._recordings[i], outcome.failure
         said, starts = recording.row()
-        if failure is None and recording.asked_nothing:
+        if failure is None and not any(segment.points for segment in recording.segments):
             failure = self._agents.error(i, CallFailed(
                 "asked the server for nothing", "a sample has at least one answer to train on",
                 "ask for a chat completion, or a completion, before you return",

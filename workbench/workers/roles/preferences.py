@@ -5,15 +5,16 @@ Suffix P: pairs of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from workbench.batches.columns import ColumnValues, Ragged
+from workbench.batches.columns import ColumnValues, Ragged, rows_at
 from workbench.batches.schema import COUNTING
 from workbench.engines.training.groups import Collectives
 from workbench.messages.calls import Output
@@ -129,15 +130,8 @@ def as_answers(batch: Shard, answers: str) -> Shard:
 
 
 def minibatch_of(batch: Shard, number: int) -> Shard:
-    rows = list(minibatch_indices(batch.minibatch_sizes))[number]
-    columns = {name: _taken(column, rows) for name, column in batch.columns.items()}
-    return replace(batch, columns=columns, rows=batch.rows[rows], minibatch_sizes=(len(rows),))
-
-
-def _taken(column: ColumnValues, rows: Sequence[int]) -> ColumnValues:
-    if isinstance(column, Ragged):
-        return column.take(rows)
-    return [column[row] for row in rows] if isinstance(column, list) else column[list(rows)]
+    rows = np.array(list(minibatch_indices(batch.minibatch_sizes))[number])
+    return replace(batch, columns=rows_at(batch.columns, rows), rows=batch.rows[rows], minibatch_sizes=(len(rows),))
 
 
 PairObjective = Literal["dpo", "ipo", "orpo"]

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
@@ -22,7 +23,7 @@ from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.shards import Shard
 from workbench.models.heads import TokenLogProbs
 from workbench.models.loading import load_causal_lm
-from workbench.models.logits import Float32Head
+from workbench.models.logits import Float32Head, linear_in_float32
 from workbench.models.lora import ADAPTER, adapted_layers, merged_weight
 from workbench.models.spec import Model
 from workbench.settings.precision import PRECISIONS, Precision
@@ -52,26 +53,27 @@ from workbench.workers.worker import Context
 @contextmanager
 def computing_in(module: TokenLogProbs, precision: Precision) -> Iterator[None]:
     """Inside, the module computes in that precision, from copies of its weights: as many bytes more as these have."""
-    dtype = getattr(torch, precision.dtype)
-    before = {parameter: parameter.data for parameter in module.parameters()}
-    device = next(iter(before)).device
+    dtype, head = getattr(torch, precision.dtype), cast(Any, module.model.get_output_embeddings())
+    parameters = list(module.parameters())
+    device = parameters[0].device
     with ExitStack() as inside:
-        inside.callback(_put_back, before)
+        for parameter in parameters:
+            inside.callback(setattr, parameter, "data", parameter.data)
         if precision.adapter == "merged":
             _merge(module)
-        head: Any = module.model.get_output_embeddings()
-        inside.enter_context(_in_float32(head) if precision.head == "float32" else _as_the_rest(head))
+        if precision.head == "float32":  # from its weights as they are now
+            bias = None if head.bias is None else head.bias.data.float()
+            head.forward = partial(linear_in_float32, SimpleNamespace(weight=head.weight.data.float(), bias=bias))
+            inside.callback(delattr, head, "forward")
+        elif type(head) is Float32Head:  # as `Training.head_dtype` has it
+            head.__class__ = nn.Linear  # type: ignore[assignment]
+            inside.callback(setattr, head, "__class__", Float32Head)
         held = dtype if precision.weights == "same" else torch.float32
-        for parameter in before:
+        for parameter in parameters:
             parameter.data = parameter.data.to(held)
         autocast = held != dtype
         inside.enter_context(torch.autocast(device.type, dtype if autocast else None, enabled=autocast))
         yield
-
-
-def _put_back(before: dict[nn.Parameter, Tensor]) -> None:
-    for parameter, data in before.items():
-        parameter.data = data
 
 
 @torch.no_grad()
@@ -80,34 +82,6 @@ def _merge(module: nn.Module) -> None:
         merged, up = merged_weight(layer), layer.lora_B[ADAPTER].weight
         layer.get_base_layer().weight.data = merged
         up.data = torch.zeros_like(up.data)
-
-
-@contextmanager
-def _as_the_rest(head: Any) -> Iterator[None]:
-    """Inside, the output head computes in the dtype of the model, also one that `Training.head_dtype` has in fp32."""
-    kind = type(head)
-    if kind is Float32Head:
-        head.__class__ = nn.Linear
-    try:
-        yield
-    finally:
-        head.__class__ = kind
-
-
-@contextmanager
-def _in_float32(head: Any) -> Iterator[None]:
-    """Inside, the output head computes in fp32, from its weights as they are now."""
-    weight, bias = head.weight.data.float(), None if head.bias is None else head.bias.data.float()
-
-    def forward(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), weight, bias)
-
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
 
 
 def _check_precisions(arguments: Mapping[str, Any]) -> None:
