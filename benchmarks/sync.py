@@ -4,7 +4,7 @@
     python benchmarks/sync.py --parts [--model smollm2-135m]
 
 On processes: an actor that is trained, and rollout workers in a pool of their own (two pools), or an actor cut over two
-tensor ranks that generate with whole weights (one pool). Bytes between processes; seconds of `sync_weights`, and of
+pipeline ranks that generate with whole weights (one pool). Bytes between processes; seconds of `sync_weights`, and of
 them those in which generation pauses; medians, each beside those of whole syncs. Every update is of the same rows.
 
 --parts: without processes, after a step of AdamW on a text: seconds of comparing, coding and patching, and of a plain
@@ -41,7 +41,7 @@ ROWS: Table = {  # what an update of the actor reads
 TEXT = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May: 72 in all."
 PLACEMENTS = {
     "two pools": wb.Placement.of({"train": (1, ["actor"]), "rollout": (1, ["rollout"])}),
-    "one pool": wb.Placement.of({"both": (2, ["actor"])}, layouts={"actor": (1, 2, 1)}),
+    "one pool": wb.Placement.of({"both": (2, ["actor"])}, layouts={"actor": (2, 1, 1)}),
 }
 
 
@@ -75,11 +75,11 @@ def processes(arguments: argparse.Namespace) -> None:
                 (moved, of, took_s, pause_s), (all_bytes, _, all_s, all_pause_s) = patched[rate], whole[rate]
                 assert of == all_bytes
                 rows.append({
-                    "placement": where, "dtype": dtype, "rate": rate, "MB": moved / 1e6, "whole MB": of / 1e6,
+                    "placement": where, "dtype": dtype, "rate": f"{rate:g}", "MB": moved / 1e6, "whole MB": of / 1e6,
                     "share": f"{moved / of:.2%}", "sync s": took_s, "whole sync s": all_s, "pause s": pause_s,
                     "whole pause s": all_pause_s,
                 })  # fmt: skip
-                print(pd.DataFrame(rows[-1:]).round(3).to_string(index=False, header=len(rows) == 1), flush=True)
+    print(pd.DataFrame(rows).round(2).to_string(index=False))
 
 
 def best(act: Callable[[], Any]) -> float:
