@@ -16,7 +16,6 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from workbench.engines.training.base import (
     TrainingEngine,
@@ -356,8 +355,17 @@ class DeepSpeedEngine(TrainingEngine):
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
     """All tensors in those of these attributes of `owner` that exist: tensors or nested lists and dicts of them."""
-    leaves = tree_leaves([getattr(owner, name, None) for name in names])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    waiting = [getattr(owner, name, None) for name in names]
+    tensors = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return tensors
 
 
 def _import_deepspeed() -> Any:

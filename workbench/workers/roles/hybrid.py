@@ -136,7 +136,7 @@ class HybridWorker(TrainedWorker, SamplingWorker):
     def _forget(self, *, watches: bool = False) -> None:
         """Of other weights than before: what was sent, and what `lab.changed` compares with."""
         self._kept = "", {}
-        if self.spec.generation is not None:
+        if hasattr(self, "transitions"):  # there is an engine, and it has begun
             self.transitions.forget()
         if self._watched is not None or watches:
             self._watch()
@@ -315,5 +315,5 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     def memory_bytes(self) -> dict[str, int]:
         kept = sum(tensor.nbytes for tensor in self._kept[1].values())
-        kept += 0 if self.spec.generation is None else self.transitions.kept_bytes
+        kept += self.transitions.kept_bytes if hasattr(self, "transitions") else 0
         return {**super().memory_bytes(), **({"sync_copy": kept} if kept else {})}
