@@ -1,6 +1,7 @@
 """Weight syncs by patches against whole ones: bytes and seconds, by dtype, learning rate and placement, in one run.
 
     python benchmarks/sync.py [--model smollm2-135m] [--engine vllm] [--dtypes bfloat16 float32] [--repeats 4]
+    python benchmarks/sync.py --address ADDRESS     # of a cluster, such as `make cluster` starts, with links of a rate
     python benchmarks/sync.py --parts [--model smollm2-135m]
 
 On processes: an actor that is trained, and rollout workers in a pool of their own (two pools), or an actor cut over two
@@ -47,10 +48,11 @@ PLACEMENTS = {
 
 def synced(arguments: argparse.Namespace, placement: wb.Placement, dtype: Any, sync: Any) -> dict[float, list[float]]:
     """By learning rate: bytes, bytes of the whole slices, seconds of a sync, and of its pause of generation."""
+    where: dict[str, Any] = {"address": arguments.address, "device": "cpu"} if arguments.address else {"devices": 2}
     with wb.open(
-        "sync-benchmark", models={"actor": arguments.model}, placement=placement, devices=2, prompts="arithmetic",
+        "sync-benchmark", models={"actor": arguments.model}, placement=placement, prompts="arithmetic",
         dtype=dtype, training=wb.Training(engine="torch", minibatches=1), if_exists="replace", runs=tempfile.mkdtemp(),
-        generation=wb.Generation(engine=arguments.engine, max_model_tokens=256, kv_cache_gib=0.1, sync=sync),
+        generation=wb.Generation(engine=arguments.engine, max_model_tokens=256, kv_cache_gib=0.1, sync=sync), **where,
     ) as lab:  # fmt: skip
         found, batch = {}, lab.put(ROWS)
         for rate in RATES:
@@ -68,7 +70,8 @@ def synced(arguments: argparse.Namespace, placement: wb.Placement, dtype: Any, s
 
 def processes(arguments: argparse.Namespace) -> None:
     rows = []
-    for where, placement in PLACEMENTS.items():
+    for where in arguments.placements:
+        placement = PLACEMENTS[where]
         for dtype in arguments.dtypes:
             patched, whole = (synced(arguments, placement, dtype, sync) for sync in ("delta", "whole"))
             for rate in RATES:
@@ -139,6 +142,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--address")
+    parser.add_argument("--placements", nargs="+", default=list(PLACEMENTS), choices=PLACEMENTS)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()

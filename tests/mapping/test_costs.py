@@ -237,6 +237,18 @@ def test_a_probe_of_a_dozen_products_tells_the_others_nearly_as_well_as_the_pres
         assert off(rest, replace(known, products=found)).abs().mean() < most
 
 
+def test_syncs_are_priced_by_what_they_send() -> None:
+    models = dict.fromkeys(("actor", "reference", "reward"), "llama-7b")
+    whole = Workload(algorithm="grpo").with_rollout(1)
+    plans = [search(models, devices=16, workload=replace(whole, sync_share=share)).best for share in (1.0, 0.01)]
+    syncs = [[call.seconds for one in plan.sets for role in one.roles for call in role.calls if call.name == "sync"]
+             for plan in plans]  # fmt: skip
+    assert 0 < syncs[1][0] < syncs[0][0]
+    assert "weight syncs send 1.00% of the weights' bytes" in plans[1].why
+    with expect_error(BadInput, value="sync_share=2", rule="0 to 1"):
+        Workload(sync_share=2)
+
+
 def test_roles_that_take_turns_need_the_room_of_the_largest_and_the_time_of_moving() -> None:
     models = dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b")
     best = search(models, devices=8, workload=Workload(take_turns=True), placement="colocate").best.sets[0]

@@ -72,6 +72,7 @@ class Traffic:
         told = f"{self.what}: {bytes_text(self.total_bytes)} in all"
         if self.minimum_bytes is not None:
             told += f", at least {bytes_text(self.minimum_bytes)} needed"
+            told += " without patches" if self.total_bytes < self.minimum_bytes else ""
             if self.minimum_bytes:
                 told += f" ({self.total_bytes / self.minimum_bytes:.2f} times)"
         if self.seconds:

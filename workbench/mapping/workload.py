@@ -116,6 +116,8 @@ class Workload:
         whole("Workload.ahead", self.ahead, 0)
         at_least("Workload.between_s", self.between_s, 0)
         at_least("Workload.sync_share", self.sync_share, 0)
+        if self.sync_share > 1:
+            raise BadInput(f"Workload.sync_share={self.sync_share:g}", "a share, 0 to 1", "write 0.01 for 1 %")
         if not self.lengths:
             raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
         for length in self.lengths:

@@ -31,7 +31,6 @@ from workbench.telemetry.store import TelemetryStore
 # The first fit starts from these: of a call nothing but its own overhead, which data then moves.
 START = Constants(passes=1.5, decoding=1.5, links=1.5, calls=0.02)
 BETWEEN = "between calls"
-SYNCS = 3  # whose bytes tell what a sync sends
 
 
 @dataclass
@@ -309,9 +308,9 @@ class Predictor:
         raise NotFound("a batch with responses", f"{type(algorithm).__name__} has none", "run an iteration first")
 
     def _sync_share(self) -> float:
-        """Of the bytes of the last weight syncs, the share that was sent; 1 before the first."""
-        last = self._telemetry.syncs().query("whole_bytes > 0").tail(SYNCS)
-        return float(last["moved_bytes"].sum() / last["whole_bytes"].sum()) if len(last) else 1.0
+        """Of the bytes of the last weight sync, the share that was sent; 1 before the first."""
+        last = self._telemetry.syncs().query("whole_bytes > 0").tail(1)
+        return float((last["moved_bytes"] / last["whole_bytes"]).iloc[0]) if len(last) else 1.0
 
     def _measured(self, calls: set[str], algorithm: Algorithm) -> dict[str, tuple[float, float]]:
         """From when to when each call of the algorithm's last iteration ran on its slowest rank, and the iteration, in

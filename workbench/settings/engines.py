@@ -47,7 +47,7 @@ class Generation:
         each rank receives what it lacks; "v", the whole model over the ranks of a training replica; "full", over all
         ranks (ZeRO-3: "v" too).
     sync: "delta": a weight sync between processes sends what changed since the one before, exactly, for which either
-        end keeps a copy of the weights; "whole": all; "auto": what took less time, of three syncs each.
+        end keeps a copy of the weights; "whole": all; "auto": what took less time, of three syncs each way.
     max_model_tokens: longest prompt + response.
     kv_cache_gib: vLLM's key-value cache on a CPU host, GiB. On a GPU, gpu_memory_fraction is used instead: the share of
         its memory that weights and cache fill, kept between rollouts unless `wb.open(share_memory=True)` lends it out.

@@ -59,11 +59,11 @@ class Sync(OpenSync):
     event: "sync", the engine takes weights; "generation", it draws responses. version: of the engine's weights, after a
     sync; trained_version: of the trainer's, both in optimizer steps. restored: how often the trainer's weights had been
     put back to an earlier state, after which equal versions are not equal weights. lacked: the engine had none, as
-    after its sleep or when it was made anew. strategy: by which slices moved between ranks; "" where each rank had
-    whole weights. moved_bytes: that arrived from other ranks; whole_bytes: of the slices that they were of, changed or
-    not. taken_bytes: handed to the engine. sent, received: checksums of what arrived, at the senders and here; None:
-    not taken. differ: what has another checksum here than at its sender, "weight from rank n". failed: the kind of
-    error that ended it.
+    after its sleep or when it was made anew. strategy: by which slices moved between ranks; "patches" where rollout
+    workers were told what changed; "" where they were not, or each rank had whole weights. moved_bytes: that arrived
+    from other ranks; whole_bytes: of the slices that they were of, changed or not. taken_bytes: handed to the engine.
+    sent, received: checksums of what arrived, at the senders and here; None: not taken. differ: what has another
+    checksum here than at its sender, "weight from rank n". failed: the kind of error that ended it.
     """
 
     stage: str
