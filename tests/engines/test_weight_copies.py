@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,9 +44,12 @@ def unpacked() -> Iterator[None]:
             from vllm.model_executor.layers import utils
         if not ON_GPU:
             patch.setattr(utils, "dispatch_cpu_unquantized_gemm", not_packed)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mine = not dist.is_initialized()  # engines of other tests leave the group that they made
+        if mine:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
-        dist.destroy_process_group()
+        if mine:
+            dist.destroy_process_group()
 
 
 @pytest.fixture(
@@ -63,8 +67,10 @@ def name(request: pytest.FixtureRequest) -> str:
 def engine(name: str, request: pytest.FixtureRequest, unpacked: None) -> Iterator[Any]:
     engine = VllmEngine(resolve(name), SETTINGS, dtype=getattr(torch, request.param), device=DEVICE, threads=1)
     engine.update_weights(load_causal_lm(name, device=DEVICE).named_parameters(), 0)
+    (norm,) = engine._engine.apply_model(lambda model: weakref.ref(model.model.norm))
     yield engine
     engine.close()
+    assert norm() is None, "the weights of a closed engine are freed"
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ from workbench.models.loading import load_config
 from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
 from workbench.settings.engines import Generation, Sampling
+from workbench.support.replaced import replaced
 from workbench.support.seeds import turn_seed
 from workbench.telemetry import span
 
@@ -414,11 +415,18 @@ class VllmEngine(GenerationEngine):
 
     def close(self) -> None:
         if self._engine is not None:
+            from vllm.device_allocator.cumem import CuMemAllocator
+            from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
             core = self._engine.engine_core.engine_core
-            self._engine = None
-            with default_group_spared():
+            self._engine = self._copies = None
+            LAYERWISE_INFO.clear()  # what a reload leaves in it of a layer holds the layer, and its weights
+            with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
                 core.shutdown()
+            del core
             gc.collect()
+            if CuMemAllocator.instance is not None:  # a pool may end only after the last tensor in it
+                CuMemAllocator.instance.release_pools()
 
     def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
