@@ -20,6 +20,31 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NAME = "tiny-llama-tied"
 
 
+# first: a process holds one engine at a time, and that of the other tests lives until the last of them
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])
+def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
+    device, model = torch.device("cuda"), load_causal_lm(name)
+    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.2)
+    engine = VllmEngine(resolve(name), settings, dtype=torch.float32, device=device, sleeps=True)
+    try:
+        greedy = Sampling(max_new_tokens=8, temperature=0)
+        expected, held = engine.generate(cases.PROMPTS, greedy, cases.SEEDS), engine.memory_bytes()
+        for version in (1, 2):
+            free = torch.cuda.mem_get_info()[0]
+            assert engine.sleep() == sum(held.values())
+            assert engine.sleep() == 0
+            assert torch.cuda.mem_get_info()[0] - free > 0.9 * sum(held.values())
+            assert (engine.memory_bytes(), engine.weights_version) == ({"weights": 0, "kv_cache": 0}, -1)
+            with pytest.raises(BadInput, match="sleeps"):
+                engine.generate(cases.PROMPTS, greedy, cases.SEEDS)
+            engine.update_weights(model.named_parameters(), version)
+            assert engine.memory_bytes() == {"weights": held["weights"], "kv_cache": 0}  # room for the trainer's still
+            assert engine.generate(cases.PROMPTS, greedy, cases.SEEDS).response_ids == expected.response_ids
+            assert engine.memory_bytes() == held
+    finally:
+        engine.close()
+
+
 @pytest.fixture(scope="module")
 def engine():
     settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.2)
@@ -71,27 +96,3 @@ def test_a_full_batch(engine):
     assert [len(ids) for ids in rollout.response_ids] == [16] * 700
     alone = [engine.generate([prompts[row]], sampling, [row]).response_ids[0] for row in range(0, 700, 70)]
     assert sum(rollout.response_ids[row] == ids for row, ids in zip(range(0, 700, 70), alone, strict=True)) >= 9
-
-
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])
-def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
-    device, model = torch.device("cuda"), load_causal_lm(name)
-    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.2)
-    engine = VllmEngine(resolve(name), settings, dtype=torch.float32, device=device, sleeps=True)
-    try:
-        greedy = Sampling(max_new_tokens=8, temperature=0)
-        expected, held = engine.generate(cases.PROMPTS, greedy, cases.SEEDS), engine.memory_bytes()
-        for version in (1, 2):
-            free = torch.cuda.mem_get_info()[0]
-            assert engine.sleep() == sum(held.values())
-            assert engine.sleep() == 0
-            assert torch.cuda.mem_get_info()[0] - free > 0.9 * sum(held.values())
-            assert (engine.memory_bytes(), engine.weights_version) == ({"weights": 0, "kv_cache": 0}, -1)
-            with pytest.raises(BadInput, match="sleeps"):
-                engine.generate(cases.PROMPTS, greedy, cases.SEEDS)
-            engine.update_weights(model.named_parameters(), version)
-            assert engine.memory_bytes() == {"weights": held["weights"], "kv_cache": 0}  # room for the trainer's still
-            assert engine.generate(cases.PROMPTS, greedy, cases.SEEDS).response_ids == expected.response_ids
-            assert engine.memory_bytes() == held
-    finally:
-        engine.close()
