@@ -74,7 +74,7 @@ def sync(case: Case) -> Iterator[str]:
     for _ in range(4):
         algorithm.iterate()
     synced = lab.spans().query("kind == 'weight_sync'").iloc[1:]  # the first allocates
-    seconds, moved = synced["duration_s"].median(), synced["bytes"].median()
+    seconds, moved = synced["duration_s"].median(), synced["moved_bytes"].median()
     yield f"{moved / 1e9:.2f} GB in {seconds:.3f} s: {moved / seconds / 1e9:.1f} GB/s"
     yield f"a copy on the device: {copied / 1e9:.0f} GB/s"
     if on_gpu():
@@ -100,9 +100,9 @@ def turns(case: Case) -> Iterator[str]:
     yield f"PPO, four models: {seconds[-1]:.1f} s an iteration of {case.prompts} responses"
     spans = lab.spans()
     for kind in ("offload", "load"):
-        moved = spans.query("kind == @kind and bytes > 1e9")
-        rate = moved["bytes"].sum() / moved["duration_s"].sum() / 1e9 if len(moved) else float("nan")
-        yield f"{kind}: {moved['bytes'].sum() / 1e9:.0f} GB at {rate:.1f} GB/s"
+        moved = spans.query("kind == @kind and moved_bytes > 1e9")
+        rate = moved["moved_bytes"].sum() / moved["duration_s"].sum() / 1e9 if len(moved) else float("nan")
+        yield f"{kind}: {moved['moved_bytes'].sum() / 1e9:.0f} GB at {rate:.1f} GB/s"
     lab.close()
 
 
