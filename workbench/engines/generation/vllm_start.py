@@ -194,17 +194,19 @@ def start_engine(
     if parallel_state.model_parallel_is_initialized():
         raise BadInput("a second vLLM engine", "a process holds one at a time", "close() the first one")
     on_cpu = device.type == "cpu"
+    rows, longest = settings.rows_at_once(on_gpu=not on_cpu), settings.max_model_tokens + 1
     arguments = EngineArgs(
         model=str(model_path),
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
         tensor_parallel_size=settings.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
         # One more than prompt and response may have: to score a full sequence, vLLM wants room for a token after it.
-        max_model_len=settings.max_model_tokens + 1,
-        max_num_seqs=settings.rows_at_once(on_gpu=not on_cpu),
+        max_model_len=longest,
+        max_num_seqs=rows,
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(2048 if on_cpu else STEP_TOKENS, settings.max_model_tokens + 1),
+        # On a GPU vLLM warms up with so many tokens in these rows; of longer ones it reads past their block tables.
+        max_num_batched_tokens=max(2048 if on_cpu else min(STEP_TOKENS, rows * longest), longest),
         # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
         # most prompts; its kernels want multiples of 32.
         block_size=32 if on_cpu else None,
@@ -220,7 +222,7 @@ def start_engine(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
-        **({} if on_cpu else graph_arguments(settings.rows_at_once(on_gpu=True))),
+        **({} if on_cpu else graph_arguments(rows)),
         **({} if lora is None else start_arguments(lora)),
     )
     with private_shared_memory(on_cpu), private_sockets(), phases_timed(on_cpu):
