@@ -23,7 +23,7 @@ from workbench.workers.host import Host
 class Together(InlineBackend):
     """Several hosts in this process, which pull from each other: for workers that meet in no collective."""
 
-    def check_free(self, pools: Sequence[str], device: str) -> None:
+    def check_free(self, pools: Sequence[str], gpus: float) -> None:
         """There is room for any."""
 
     def start(self, infos: Sequence[HostInfo]) -> None:

@@ -13,6 +13,7 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.backends import registry
+from workbench.config import description as description_module
 from workbench.config.description import Description
 from workbench.data.prompts import Prompts
 from workbench.engines.generation.vllm_start import PHASES
@@ -109,6 +110,31 @@ def test_the_device_decides_the_dtype(device: str, dtype: str) -> None:
     assert description.models["reference"].dtype == "float32"
     assert description.digest == described(dtype=dtype).digest
     assert described(dtype="float32").models["actor"].dtype == "float32"
+
+
+def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As slots share cores: each pool has one, and none of them communicates inside."""
+    monkeypatch.setattr(description_module, "_device_count", lambda device: 2)
+
+    def described(placement: wb.Placement, devices: int | None, **given: Any) -> Description:
+        return Description.of(
+            "one", models=dict.fromkeys(("actor", "critic", "reference"), TINY), device="cuda", address=None,
+            placement=placement, prompts="arithmetic", training=None, generation=None, devices=devices, seed=0,
+            dtype=None, **{"backend": "ray", **given},
+        )  # fmt: skip
+
+    split, whole = wb.Placement.split(devices=2), wb.Placement.colocate(devices=2)
+    shares = [described(split, devices).gpus for devices in (None, 2, 3, 4, 5)]
+    assert shares == [1, 1, 0.5, 0.5, 0.3333]
+    assert [info.gpus for info in described(split, 4).hosts(Path())] == [0.5, 0.5]
+    assert described(split, 4, elsewhere=True).gpus == described(whole, 2).gpus == 1
+    assert described(wb.Placement.colocate(devices=1), 4, backend="inline").gpus == 1
+    with expect_error(BadInput, value="of 2 devices, each 0.5 of a GPU", rule="NCCL", remedy="one device"):
+        described(whole, 4)
+    with expect_error(BadInput, rule="has 2 GPU", remedy="devices=3"):
+        described(wb.Placement.standalone(actor=1, critic=1, reference=1), None)
+    with expect_error(BadInput, rule="has 2 GPU", remedy="^use fewer"):
+        described(wb.Placement.colocate(devices=4), None)
 
 
 def test_closing_removes_only_its_own_name(tmp_path: Path) -> None:

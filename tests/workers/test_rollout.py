@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import workbench as wb
 from tests.cases import TINY, hosts_of, stored, tiny_lab, vowels
@@ -43,7 +44,7 @@ def described(models: dict[str, Any], pools: dict[str, Any], **options: Any) -> 
 @contextmanager
 def apart(runs: Path, models: dict[str, Any], **options: Any) -> Iterator[Any]:
     """A workbench of two pools of one rank each, whose hosts are in this process."""
-    threads = torch.get_num_threads()
+    threads, grouped = torch.get_num_threads(), dist.is_initialized()
     lab = Workbench(replace(described(models, POOLS, **options), backend="inline"), runs)
     lab.hosts.backend = Together()
     lab.hosts.backend.start(lab.hosts.infos)
@@ -51,6 +52,8 @@ def apart(runs: Path, models: dict[str, Any], **options: Any) -> Iterator[Any]:
     torch.set_num_threads(threads)
     with lab:
         yield lab
+    if dist.is_initialized() and not grouped:  # vLLM's
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,9 @@ class Backend(ABC):
         """Start one host for each description, beside those that run; process groups are joined by the controller."""
 
     @abstractmethod
-    def check_free(self, pools: Sequence[str], device: str) -> None:
-        """Raise `BadInput` where processes of these pools, one each, each with a device of that kind, cannot be started
-        beside those that run."""
+    def check_free(self, pools: Sequence[str], gpus: float) -> None:
+        """Raise `BadInput` where processes of these pools, one each, with so many GPUs each, cannot be started beside
+        those that run."""
 
     @abstractmethod
     def end(self, infos: Sequence[HostInfo]) -> None:

@@ -132,7 +132,7 @@ class InlineBackend(Backend):
         """One of its hosts: it is in this process."""
         return self._hosts[name]
 
-    def check_free(self, pools: Sequence[str], device: str) -> None:
+    def check_free(self, pools: Sequence[str], gpus: float) -> None:
         if pools:
             raise BadInput(
                 f"new processes for {', '.join(dict.fromkeys(pools))} with backend='inline'",

@@ -20,10 +20,6 @@ SILENT_AT_ONCE = 64
 CROSS_MACHINES = "WORKBENCH_CROSS_MACHINES"  # set, tensor groups may lie over several
 
 
-def gpus(info: HostInfo) -> float:
-    return 1.0 if info.device.startswith("cuda") else 0.0
-
-
 def answering(ray: Any) -> dict[str, dict[str, Any]]:
     """What Ray says of each machine that lives, by its id; those that say nothing are left out: Ray takes a minute
     to see that a machine is gone."""
@@ -44,7 +40,7 @@ def nodes_of_hosts(ray: Any, infos: Sequence[HostInfo]) -> list[str]:
     sizes, groups = [len(ranks) for ranks in pools], [ranks[0].tensor_ranks for ranks in pools]
     racks = {name: node["Labels"].get(RACK_LABEL, "") for name, node in nodes.items()}
     place = partial(nodes_of_pools, sizes, racks=racks)
-    kind = "GPU" if gpus(infos[0]) else "CPU"
+    kind = "GPU" if infos[0].gpus else "CPU"
     total = {name: round(node["Resources"].get(kind, 0)) for name, node in nodes.items()}
     if kind == "CPU":  # what Ray counts of a host is next to nothing; some of those there may be about to end
         table = ray.util.placement_group_table().values()

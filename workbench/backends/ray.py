@@ -20,7 +20,7 @@ from workbench.backends.cluster import NAMESPACE, connect, head_is_gone, joined_
 from workbench.backends.environments import need_same
 from workbench.backends.holders import when_free
 from workbench.backends.host_server import python_for_hosts
-from workbench.backends.nodes import GROUPS, NODE_LABEL, RACK_LABEL, answering, gpus, nodes_of_hosts
+from workbench.backends.nodes import GROUPS, NODE_LABEL, RACK_LABEL, answering, nodes_of_hosts
 from workbench.errors import BadInput, DevicesTaken, HostDied, NotDriving, NotFound, WorkbenchError
 from workbench.errors.containing import containing
 from workbench.messages.calls import Call, HostInfo
@@ -282,21 +282,21 @@ class RayBackend(Backend):
     def check(self, infos: Sequence[HostInfo]) -> None:
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
         _need_head(self._head)
-        wanted = sum(info.device.startswith("cuda") for info in infos)
-        have = int(self._ray.cluster_resources().get("GPU", 0))
+        wanted, have = sum(info.gpus for info in infos), self._ray.cluster_resources().get("GPU", 0)
         if wanted > have:
             raise BadInput(
-                f"a placement of {wanted} GPUs", f"the cluster has {have}", "use fewer devices, or device='cpu'"
+                f"a placement of {wanted:g} GPUs", f"the cluster has {have:g}", "use fewer devices, or device='cpu'"
             )
 
-    def check_free(self, pools: Sequence[str], device: str) -> None:
+    def check_free(self, pools: Sequence[str], gpus: float) -> None:
         _need_head(self._head)
         free = self._ray.available_resources().get("GPU", 0)
-        if device == "cuda" and len(pools) > free:
+        if gpus * len(pools) > free:
             raise BadInput(
-                f"{len(pools)} new processes, each with a GPU", f"the cluster has {free:g} free, and those of the old "
-                "processes are free when these have ended", "keep pools (by name and number of devices), or open anew",
-            )  # fmt: skip
+                f"{len(pools)} new processes, each with {gpus:g} GPU",
+                f"the cluster has {free:g} free, and those of the old processes are free when these have ended",
+                "keep pools (by name and number of devices), or open anew",
+            )
 
     def start(self, infos: Sequence[HostInfo]) -> None:
         asked_s = time.time()
@@ -324,7 +324,7 @@ class RayBackend(Backend):
                 lifetime="detached",
                 max_restarts=0,
                 num_cpus=CPU_SHARE,
-                num_gpus=gpus(info),
+                num_gpus=info.gpus,
                 runtime_env=self._runtime_env(info),
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index
@@ -338,6 +338,7 @@ class RayBackend(Backend):
             "MKL_NUM_THREADS": threads,
             # idle threads that spin take the cores from other hosts: up to ten times slower
             "OMP_WAIT_POLICY": "passive",
+            "THP_MEM_ALLOC_ENABLE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
@@ -363,7 +364,7 @@ class RayBackend(Backend):
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
         head = running_head() if self._head is not None else None
-        if head is None or gpus(info) or sys.platform != "linux":
+        if head is None or info.gpus or sys.platform != "linux":
             return {}
         return {"py_executable": python_for_hosts(head["hosts"])}
 
@@ -381,7 +382,7 @@ class RayBackend(Backend):
         """Reserve one device for each host of a pool: a placement group. nodes: their machines; empty: any."""
         ray = self._ray
         group = ray.util.placement_group(
-            [{"CPU": CPU_SHARE, **({"GPU": gpus(info)} if gpus(info) else {})} for info in infos],
+            [{"CPU": CPU_SHARE, **({"GPU": info.gpus} if info.gpus else {})} for info in infos],
             strategy="PACK",
             name=_group_name(infos[0]),
             lifetime="detached",
@@ -393,7 +394,7 @@ class RayBackend(Backend):
             _need_head(self._head)
             self._note(f"waiting for {len(infos)} free device(s)")
             if time.monotonic() > deadline:
-                kind = "GPU" if gpus(infos[0]) else "CPU"
+                kind = "GPU" if infos[0].gpus else "CPU"
                 free, total = (f().get(kind, 0) for f in (ray.available_resources, ray.cluster_resources))
                 raise DevicesTaken(
                     f"{len(infos)} device(s) for pool {infos[0].pool!r} are not free",

@@ -32,7 +32,8 @@ class Description:
 
     id: of this one opening, in the names of all that it starts: another workbench of the same name has another.
     defaults: dtype, training and generation of models that say nothing of them.
-    devices: how many there are; None: as many as the cluster that was joined has.
+    devices: how many there are; None: as many as the cluster that was joined has. gpus: of each of them: 1, or a share
+    of one where more are declared than this machine has; 0 on a CPU.
     share_memory: whether roles of a device take turns in its memory, see `workbench.open`.
     moved: the hosts, where `lab.move` has changed them. opened: the digest at the opening, where it differs from the
     present one. None of these is part of the `digest`. record: whether cells and command lines are recorded. changed:
@@ -47,6 +48,7 @@ class Description:
     backend: str
     device: str
     devices: int | None
+    gpus: float
     seed: int
     address: str | None
     defaults: Mapping[str, Any]
@@ -74,8 +76,10 @@ class Description:
         address: str | None,
         share_memory: ShareMemory = False,
         record: bool = True,
+        elsewhere: bool = False,
     ) -> Description:
-        """Fill in defaults and check everything that can be checked without starting a process."""
+        """Fill in defaults and check everything that can be checked without starting a process. elsewhere: devices are
+        those of a cluster that the user has joined."""
         if not isinstance(models, Mapping):
             raise BadInput(f"models={shown(models)}", "a model for each role", "models={'actor': 'smollm2-135m'}")
         for role in models:
@@ -112,6 +116,10 @@ class Description:
             )
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
+        here = None if address is not None else _device_count(device)
+        gpus = 0.0 if device == "cpu" else 1.0
+        if gpus and here and devices and devices > here and backend != "inline" and not elsewhere:
+            gpus = math.floor(1e4 / math.ceil(devices / here)) / 1e4  # Ray counts them in ten-thousandths
         description = cls(
             id=f"{name}-{secrets.token_hex(4)}",
             name=name,
@@ -120,7 +128,8 @@ class Description:
             prompts=kept_source(prompts),
             backend=backend,
             device=device,
-            devices=devices or (_device_count(device) if address is None else None),
+            devices=devices or here,
+            gpus=gpus,
             seed=seed,
             address=address,
             defaults=defaults,
@@ -302,6 +311,7 @@ class Description:
             log_path=None,
             share_memory=self.share_memory,
             again=again,
+            gpus=self.gpus,
             tensor_ranks=math.lcm(*(size for role in pool.roles for size in self._tensor_sizes(role))),
         )
         return (
@@ -335,7 +345,7 @@ class Description:
         return {
             field: value
             for field, value in vars(self).items()
-            if field not in ("id", "moved", "opened", "changed") and (field, value) != ("record", True)
+            if field not in ("id", "moved", "opened", "changed", "gpus") and (field, value) != ("record", True)
         }
 
     def differences(self, other: Description) -> list[str]:

@@ -39,14 +39,20 @@ INSTEAD = {
 
 def check(description: Description) -> None:
     """Raise `BadInput`, or another typed error, for a description that cannot work."""
+    on_cpu, several = description.device == "cpu", [pool for pool in description.placement.pools if pool.devices > 1]
     if description.devices is not None and description.placement.devices > description.devices:
-        what = "slots (shares of its cores)" if description.device == "cpu" else "GPUs"
+        declare = f"declare them with wb.open(..., devices={description.placement.devices}), or use fewer"
+        join = "" if on_cpu else ", or join a cluster with address="
         raise BadInput(
             f"a placement of {description.placement.devices} devices ({description.placement})",
-            f"this workbench has {description.devices} {what}",
-            f"declare them with wb.open(..., devices={description.placement.devices}), or use fewer"
-            if description.device == "cpu"
-            else "use fewer, or join a cluster with address=",
+            f"this workbench has {description.devices} {'slots (shares of its cores)' if on_cpu else 'GPU(s)'}",
+            (declare if on_cpu or not several else "use fewer") + join,
+        )
+    if 0 < description.gpus < 1 and several:
+        raise BadInput(
+            f"pool {several[0].name!r} of {several[0].devices} devices, each {description.gpus:g} of a GPU",
+            "the ranks of a pool talk by NCCL, for which each has a GPU of its own; pools may share one",
+            "give the pool one device, or join a cluster with address=",
         )
     if description.backend == "inline" and description.placement.devices != 1:
         raise BadInput(

@@ -58,13 +58,12 @@ def processes_of(name: str) -> list[psutil.Process]:
 def check_memory(description: Description, replaced: Sequence[psutil.Process]) -> None:
     """Raise `BadInput` where the placement cannot fit in this machine's memory, and warn where it may not. What other
     machines have is not known. replaced: whose memory will be free."""
-    ray = sys.modules.get("ray")
-    joined = ray is not None and ray.is_initialized() and joined_head() is None  # by the user, to a cluster of any kind
-    if description.address is not None or (joined and joined_address(ray)):
+    if description.address is not None or _joined_elsewhere():
         return
     mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
     if description.device == "cuda":
-        has = gpu_bytes()
+        whole = gpu_bytes()
+        has = None if whole is None else int(whole * description.gpus)
     else:
         has = available_bytes() + sum(process.memory_info().rss for process in replaced)
     if has is None:
@@ -87,6 +86,13 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
             raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
     if doubt:
         warnings.warn(doubt, stacklevel=7)  # in the line that opens
+
+
+def _joined_elsewhere() -> bool:
+    """Whether the user has joined this process to a cluster of any kind."""
+    ray = sys.modules.get("ray")
+    joined = ray is not None and ray.is_initialized() and joined_head() is None
+    return bool(joined and joined_address(ray))
 
 
 def say_at_opening(lab: Workbench) -> None:
@@ -154,7 +160,8 @@ def open(
         "bfloat16", in which models compute; what is trained has fp32 master weights in both. None: float32 on a CPU,
         where the same seed gives the same bits, and bfloat16 on a GPU.
     backend: "ray", or "inline": everything in this process on one device, no Ray.
-    device, devices: "cuda" where there is a GPU; on a CPU, `devices` declares slots that share its cores.
+    device, devices: "cuda" where there is a GPU. `devices` declares slots that share the cores of a CPU, or where there
+        are more than this machine has GPUs, these: then each pool has one.
     address: a Ray cluster to join, "host:port" (then say device= as well); default: this user's own, started if need
         be, or the one that this process joined with `ray.init()`.
     share_memory: True has the roles of a GPU take turns in its memory. Before a stage the others' parameters, gradients
@@ -193,7 +200,7 @@ def open(
             description = Description.of(
                 name, models=models, placement=placement, prompts=prompts, training=training, generation=generation,
                 dtype=dtype, backend=backend, device=device, devices=devices, seed=seed, address=address,
-                share_memory=share_memory, record=record,
+                share_memory=share_memory, record=record, elsewhere=_joined_elsewhere(),
             )  # fmt: skip
             restoring = None if resume is None else Restoring(find_checkpoint(resume), description)
         description = description if restoring is None else restoring.retrained()

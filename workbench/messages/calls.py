@@ -198,7 +198,8 @@ class HostInfo:
     """Who a host is: one process on one device, rank `rank` of its pool's process group.
 
     lab: the workbench's id. share_memory: see `workbench.open`. again: how many earlier pools of that name `lab.move`
-    has ended. tensor_ranks: so many ranks that stand side by side exchange activations in each layer of a role.
+    has ended. tensor_ranks: so many ranks that stand side by side exchange activations in each layer of a role. gpus:
+    its device is one, a share of one, or none: 0.
     """
 
     lab: str
@@ -211,6 +212,7 @@ class HostInfo:
     share_memory: ShareMemory = False
     again: int = 0
     tensor_ranks: int = 1
+    gpus: float = 0.0
 
     @property
     def name(self) -> str:

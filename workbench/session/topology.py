@@ -224,7 +224,7 @@ class Topology:
             )
         try:
             self._hosts.backend.check_free(
-                [place.pool for place in change.places if place.new], self._hosts.description.device
+                [place.pool for place in change.places if place.new], self._hosts.infos[0].gpus
             )
         except BadInput as error:
             return error

@@ -116,6 +116,8 @@ class Host(Shards):
         """Every rank: join the pool's process group, see `join_pool`."""
         with self._labels(), self.recorder.span("join", note="joining the pool's process group"):
             self._stopping.store = join_pool(self.info, address, port, self._store)
+        if 0 < self.info.gpus < 1:
+            torch.cuda.set_per_process_memory_fraction(self.info.gpus)
         self._start_s = time.time() - self._began_s
 
     # --- roles --------------------------------------------------------------------------------------------------------

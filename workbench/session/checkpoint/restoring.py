@@ -168,7 +168,7 @@ def _shapes(what: str, parts: Iterable[Part]) -> dict[str, str]:
 
 def arguments_of(description: Description) -> dict[str, Any]:
     """The arguments of `wb.open` that make a description."""
-    others = ("id", "models", "defaults", "moved", "opened", "changed")
+    others = ("id", "models", "defaults", "moved", "opened", "changed", "gpus")
     same = {name: value for name, value in vars(description).items() if name not in others}
     return {"models": description.as_declared(), **description.defaults, **same}
 
