@@ -3,11 +3,11 @@
     python benchmarks/iteration.py [--peers FOLDER] [--model smollm2-135m] [--dtype float32] [--iterations 4]
 
 TRL lives in a folder of its own and is never imported by the product; `make peers` fills it. Each side runs alone,
-in a process of its own with all cores, one after the other; the first iteration warms up and is not counted. Both draw
-`prompts` x `samples` responses at temperature 1, and take one AdamW step on a GRPO loss without KL. On a CPU those are
-4 x 4 of at most 64 tokens by SmolLM2-135M, and TRL generates with transformers; on a GPU 64 x 8 of exactly 512 tokens
-by a model of 1.39 billion parameters, and TRL generates with vLLM in the same process. Where lengths differ, tokens are
-counted. Prints a line a side, and the ratio of samples per second.
+in a process of its own with all cores, one after the other, TRL with memory as torch allocates it by default; the first
+iteration warms up and is not counted. Both draw `prompts` x `samples` responses at temperature 1, and take one AdamW
+step on a GRPO loss without KL. On a CPU those are 4 x 4 of at most 64 tokens by SmolLM2-135M, and TRL generates with
+transformers; on a GPU 64 x 8 of exactly 512 tokens by a model of 1.39 billion parameters, and TRL generates with vLLM
+in the same process. Where lengths differ, tokens are counted. Prints a line a side, and the ratio of samples a second.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ def alone(side: str, case: Case, peers: str = PEERS) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, "--peers", peers, "--case", json.dumps(asdict(case))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    if side == "trl":  # which `import workbench` would set
+        environment["THP_MEM_ALLOC_ENABLE"] = "0"
     # not from the project's folder: its datasets/ would stand before the library of that name
     done = subprocess.run(command, cwd=tempfile.mkdtemp(), env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
