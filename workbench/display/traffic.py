@@ -196,9 +196,8 @@ def _matrix(shown: Traffic) -> str:
     most = max(1, int(cells.max(initial=0)))
     left = LEFT + CHARACTER * max((len(name) for name in names), default=0) + 8
     top = TOP + CHARACTER * max((len(name) for name in names), default=0) * 0.72 + 8
-    parts = [
-        f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape("bytes: from a row to a column")}</text>'
-    ]
+    title = "bytes: from a row to a column"
+    parts = [f'<text x="0" y="12" fill="currentColor" font-weight="600">{title}</text>']
     for i, source in enumerate(names):
         y = top + i * CELL
         parts.append(
@@ -224,5 +223,5 @@ def _matrix(shown: Traffic) -> str:
                 + "</g>"
             )
     tail = CHARACTER * len(names[-1]) * 0.72 if names else 0
-    width, height = left + len(names) * CELL + tail, top + len(names) * CELL + 4
+    width, height = max(left + len(names) * CELL + tail, CHARACTER * len(title)), top + len(names) * CELL + 4
     return svg("".join(parts), width, height, f"matrix of {shown.what} between {len(names)} processes")
