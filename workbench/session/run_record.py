@@ -138,12 +138,6 @@ class RunCell:
     done: bool
     failed: tuple[int, int] | None = None
 
-    @classmethod
-    def of(
-        cls, kernel: str, number: int, id: str, text: str, done: bool, failed: tuple[int, int] | None = None
-    ) -> RunCell:
-        return cls(kernel, number, id, digest_of(text), done, failed)
-
     def text(self) -> str | None:
         """What was run, from IPython's own history; None where that does not have it."""
         with suppress(Exception):  # no IPython, no history, or one that cannot be read
@@ -194,7 +188,7 @@ class _History:
         texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
         failed = failed_cells()
         self.cells = [
-            RunCell.of(self.kernel, n, "", text, n not in failed, failed.get(n))
+            RunCell(self.kernel, n, "", digest_of(text), n not in failed, failed.get(n))
             for n, text in enumerate(texts, 1)
             if text
         ]
@@ -207,8 +201,8 @@ class _History:
             info = result.info
             if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
                 return
-            cell = RunCell.of(
-                self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell,
+            cell = RunCell(
+                self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), digest_of(info.raw_cell),
                 bool(result.success), failed_position(result.error_in_exec),
             )  # fmt: skip
             self.cells.append(cell)
