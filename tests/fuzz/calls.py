@@ -28,7 +28,7 @@ INTERNAL = {
     "PromptStream": "ahead begin go_back go_on kept",
     "Buffer": "age choose count forget_unmade load part_paused put_back state take_out",
     "ExampleStream": "check take_up",
-    "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
+    "Layout": "coordinates generating generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled of",
     "Generation": "rows_at_once",
     "operations": "measure_gradient publish_weights take_weights",
