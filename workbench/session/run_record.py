@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
+from workbench.errors.frames import ipython_shell
 from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
 from workbench.support.fingerprint import is_of_notebook
 from workbench.support.flat_settings import flat
-from workbench.support.notebook_cell import failed_cells, failed_position, in_notebook, ipython_shell
+from workbench.support.notebook_cell import failed_cells, failed_position, in_notebook
 from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
 

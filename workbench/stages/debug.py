@@ -20,7 +20,7 @@ from workbench.backends.inline import InlineBackend
 from workbench.backends.starting import Step, join_pools, settle
 from workbench.display.html import table
 from workbench.errors import BadInput, NotFound, StageInterrupted, UpstreamError, WorkbenchError
-from workbench.errors.frames import StageFailure, block, cell_names
+from workbench.errors.frames import StageFailure, block, cell_names, ipython_shell
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call, HostInfo, Output
 from workbench.messages.operation import Operation
@@ -28,7 +28,6 @@ from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
 from workbench.support.calls.sessions import in_place
-from workbench.support.notebook_cell import ipython_shell
 from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state
