@@ -326,7 +326,7 @@ class BatchHandle(NamedAttributes):
         `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
         """
         names = ["row", "prompt", "stage", "function", "error"]
-        texts = list(map(str, self.fetch(["failure"])["failure"])) if "failure" in self.names else []
+        texts = self.df(["failure"])["failure"].tolist() if "failure" in self.names else []
         rows = [row for row, text in enumerate(texts) if text]
         if not rows:
             return pd.DataFrame(columns=names).astype({"row": "int64"})
