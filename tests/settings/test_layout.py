@@ -51,7 +51,7 @@ def test_groups_partition_the_ranks_and_differ_along_their_axis() -> None:
 def test_generation_groups_partition_the_ranks() -> None:
     for layout in ALL:
         for axis, size in (("tensor", layout.t_g), ("micro_data", layout.d_g)):
-            groups = generation_groups(layout, axis)  # type: ignore[arg-type]
+            groups = generation_groups(layout, axis)
             assert sorted(itertools.chain(*groups)) == list(range(layout.size))
             assert {len(group) for group in groups} == {size}
         assert layout.p_g * layout.t_g * layout.d_g * layout.d == layout.size  # type: ignore[operator]
