@@ -10,6 +10,7 @@ import torch
 import workbench as wb
 from workbench.batches.columns import Ragged, Table
 from workbench.messages.metrics import MetricValues
+from workbench.placement import Layout
 
 TINY = "tiny-llama-tied"
 
@@ -86,3 +87,14 @@ def train_on(lab: wb.Workbench, table: Table, meta: dict[str, Any]) -> dict[str,
     updates: list[MetricValues] = [lab.critic.update_critic(batch, epochs=2), lab.actor.update_actor(batch, epochs=2)]
     assert all(len(update) > 5 for update in updates)
     return {f"{stage}/{name}": value for stage, metrics in lab.last_metrics.items() for name, value in metrics.items()}
+
+
+def generation_groups(layout: Layout, axis: str) -> list[list[int]]:
+    """The ranks that generate together: "tensor" groups share a replica, "micro_data" groups hold one shard of the
+    training replica between them."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.size):
+        place = layout.generation_place(rank)
+        key = (place.replica, place.stage, place.micro if axis == "tensor" else place.tensor)
+        found.setdefault(key, []).append(rank)
+    return sorted(found.values())

@@ -218,27 +218,15 @@ def test_nothing_is_asked_of_hosts_by_index_arithmetic(lab: wb.Workbench, asked:
 def test_what_needs_values_brings_only_its_column(lab: wb.Workbench, asked: list[Any]) -> None:
     batch = lab.put(table_of(7))
     asked.clear()
-    groups = batch.split_by("prompt_uid")
-    ordered = batch.sort_by("rewards", descending=True)
     good = batch.filter(lambda rows: rows.rewards > 0, columns=["rewards"])
     lengths = batch.lengths("values")
     batch.balance(ranks=2)
-    assert [args[1] for method, args in asked if method == "fetch"] == [("prompt_uid",), ("rewards",), ("rewards",)]
+    assert [args[1] for method, args in asked if method == "fetch"] == [("rewards",)]
     assert [args[1] for method, args in asked if method == "lengths"] == ["values", "prompt_ids"]
     expected = as_lists(table_of(7)["rewards"])
-    assert {uid: as_lists(group.fetch()["answer"]) for uid, group in groups.items()} == {
-        uid: [f"answer {i}" for i in range(7) if i // 2 == uid] for uid in range(4)
-    }
-    assert as_lists(ordered.fetch()["rewards"]) == sorted(expected, reverse=True)
     assert as_lists(good.fetch()["rewards"]) == [reward for reward in expected if reward > 0]
     assert lengths.tolist() == [i % 4 for i in range(7)]
     assert batch.rename(values="kept").take([5, 2]).lengths("kept").tolist() == [1, 2]
-
-
-def test_sorting_is_stable_and_puts_what_is_no_number_last(lab: wb.Workbench) -> None:
-    batch = lab.put({"score": torch.tensor([1.0, float("nan"), 2.0, 1.0, 2.0]), "row": torch.arange(5)})
-    assert as_lists(batch.sort_by("score").fetch()["row"]) == [0, 3, 2, 4, 1]
-    assert as_lists(batch.sort_by("score", descending=True).fetch()["row"]) == [2, 4, 0, 3, 1]
 
 
 def test_a_batch_that_is_being_made_is_waited_for(lab: wb.Workbench) -> None:
@@ -388,8 +376,6 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
     (lambda b: b.split(0), "n=0"),
     (lambda b: b.split(7), r"split\(7\) of 6 rows"),
-    (lambda b: b.split_by("prompt_ids"), r"reads one value a row.*\['\*'\]"),
-    (lambda b: b.sort_by("values"), r"by length: batch.take\(np.argsort\(batch.lengths\('values'\)\)\)"),
     (lambda b: b.lengths("rewards"), "no token sequences"),
     (lambda b: b.shuffle(-1), "seed=-1"),
     (lambda b: b.balance(0), "ranks=0"),
@@ -420,7 +406,7 @@ def test_what_cannot_be_done_says_why(lab: wb.Workbench, subtests: pytest.Subtes
 
 def test_columns_that_are_not_there(lab: wb.Workbench) -> None:
     batch = lab.put(table_of(2))
-    for use in (batch.select, batch.drop, batch.split_by, batch.sort_by, batch.lengths):
+    for use in (batch.select, batch.drop, batch.lengths):
         with expect_error(UnknownColumn, value="'reward'"):
             use("reward")
     with expect_error(UnknownColumn, value="rename reads column 'reward'"):

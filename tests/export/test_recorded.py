@@ -24,7 +24,7 @@ from workbench.export.cells import Cell, Notebook, read_notebook
 from workbench.export.interrupted import expression
 from workbench.export.proof import compare_runs
 from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
-from workbench.session.run_record import RunCell
+from workbench.session.run_record import RunCell, digest_of
 from workbench.telemetry.store import TelemetryStore
 
 OPEN = """from pathlib import Path
@@ -72,6 +72,13 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path)
     yield kernel
     kernel.close()
+
+
+def ran(
+    kernel: str, number: int, id: str, text: str, done: bool, failed: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """The details of the event of a cell."""
+    return asdict(RunCell(kernel, number, id, digest_of(text), done, failed))
 
 
 def save(path: Path, cells: Sequence[tuple[str, str, int | None]]) -> Path:
@@ -257,8 +264,8 @@ def test_a_cell_that_failed_before_a_workbench_was_open_is_left_out(
     store.append_event("opened", name="a", placement="")
     if made:
         store.append_event("run", cell=1, at=[3, 6], stage="generate_sequences")
-    store.append_event("cell", **asdict(RunCell.of("k", 1, "", text, False, failed)))
-    store.append_event("cell", **asdict(RunCell.of("k", 2, "then", then, True)))
+    store.append_event("cell", **ran("k", 1, "", text, False, failed))
+    store.append_event("cell", **ran("k", 2, "then", then, True))
     page = save(tmp_path / "page.ipynb", [("wrong", text, 1), ("then", then, 2)])
     script = export_notebook(page, runs=[tmp_path / "run"])
     told = "\n".join(script.told)
@@ -282,12 +289,12 @@ def test_a_move_of_the_panel_is_kept_where_a_later_cell_attaches(tmp_path: Path)
     )
     store = TelemetryStore(tmp_path / "run")
     store.append_event("opened", name="moved", placement="Placement.of({'a': (1, ['actor'])})")
-    store.append_event("cell", **asdict(RunCell.of("k", 1, "open", opens, True)))
+    store.append_event("cell", **ran("k", 1, "open", opens, True))
     placement = "Placement.of({'b': (2, ['actor'])})"
     store.append_event("move", placement=placement, cell=0, at=None, lab="lab", by="moving to b (started in the panel)")
     store.append_event("attached", name="moved", placement=placement)
-    store.append_event("cell", **asdict(RunCell.of("l", 1, "attach", attaches, True)))
-    store.append_event("cell", **asdict(RunCell.of("l", 2, "run", "wb.PPO(lab).run(1)", True)))
+    store.append_event("cell", **ran("l", 1, "attach", attaches, True))
+    store.append_event("cell", **ran("l", 2, "run", "wb.PPO(lab).run(1)", True))
     page = save(
         tmp_path / "page.ipynb", [("open", opens, 1), ("attach", attaches, 1), ("run", "wb.PPO(lab).run(1)", 2)]
     )
@@ -327,7 +334,7 @@ def recorded(folder: Path, cells: Sequence[tuple[str, str]]) -> list[Path]:
     """A run folder with the record of cells, by id and text, in the order in which they were run."""
     store = TelemetryStore(folder / "run")
     for number, (id, text) in enumerate(cells, 1):
-        store.append_event("cell", **asdict(RunCell.of("1-1", number, id, text, True)))
+        store.append_event("cell", **ran("1-1", number, id, text, True))
     assert "s3cret" not in (folder / "run" / "events.jsonl").read_text()
     return [folder / "run"]
 
@@ -368,7 +375,7 @@ def test_a_cell_that_the_page_lacks_is_read_from_the_history_of_ipython_or_refus
 
 def test_a_record_brings_no_line_and_nothing_for_a_terminal_into_what_is_told(tmp_path: Path) -> None:
     store = TelemetryStore(tmp_path / "run")
-    store.append_event("cell", **{**asdict(RunCell.of("k", 1, "gone", "m = 2", True)), "number": "1\x1b[2J\n"})
+    store.append_event("cell", **{**ran("k", 1, "gone", "m = 2", True), "number": "1\x1b[2J\n"})
     store.append_event("setting", setting="rate\nnote: all is well\x1b[31m", after=1, by="\ud800")
     page = save(tmp_path / "page.ipynb", [("use", "n = 1", 1)])
     (gone, setting) = export_notebook(page, runs=[tmp_path / "run"]).told[:2]

@@ -28,7 +28,7 @@ INTERNAL = {
     "PromptStream": "ahead begin go_back go_on kept",
     "Buffer": "age choose count forget_unmade load part_paused put_back state take_out",
     "ExampleStream": "check take_up",
-    "Layout": "coordinates generating generation_groups generation_place groups mesh rank",  # once a rank in each stage
+    "Layout": "coordinates generating generation_place groups mesh rank",  # once a rank in each stage
     "Model": "changed filled of",
     "Generation": "rows_at_once",
     "operations": "measure_gradient publish_weights take_weights",
@@ -97,7 +97,7 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
     return {
         "n": [1, 2], "rows": [[0], [1, 0], range(2)], "columns": [["prompt"], ("prompt_ids", "prompt_uid")],
         "column": ["prompt_uid", "prompt"], "lengths.column": ["response_ids"], "drop.columns": ["prompt"],
-        "select.columns": ["prompt"], "seed": [0, 7], "descending": [True],
+        "select.columns": ["prompt"], "seed": [0, 7],
         "other": [batch.select("prompt_uid").rename(prompt_uid="same")], "batches": [[batch, batch]],
         "path": [folder / "file", str(folder / "other")], "placement": [lab.placement], "algorithm": [algorithm, None],
         "ranks": [1], "minibatches": [1], "name": [batch.id], "release.name": ["gone"], "token_ids": [[1, 2, 3]],

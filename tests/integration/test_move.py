@@ -91,7 +91,7 @@ def moved(lab: wb.Workbench, placement: wb.Placement) -> PlacementChange:
     transfers = lab.transfers("move")
     mine = transfers[transfers["run"] == lab.runner.counters.run]
     pairs = mine.groupby(["source", "destination"])["moved_bytes"].sum()
-    expected = change.pairs().set_index(["source", "destination"])["moved_bytes"]
+    expected = change.traffic().frame().set_index(["source", "destination"])["moved_bytes"]
     assert pairs[pairs > 0].to_dict() == expected.to_dict()
     assert int(mine["moved_bytes"].sum()) == change.total_bytes
     seen = lab.topology()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.cases import generation_groups
 from tests.expected import expect_error
 from workbench.batches.location import minibatch_rows
 from workbench.errors import BadInput
@@ -67,7 +68,7 @@ def test_ranks_that_compute_together_get_the_same_rows(layout: Layout, minibatch
     for replica in layout.mesh().reshape(layout.d, -1):
         assert len({str(trained[rank]) for rank in replica}) == 1
     generated = THREE_D_ALL_MICRO_DP.deal(layout, chunks, "test")
-    for group in layout.generation_groups("tensor"):
+    for group in generation_groups(layout, "tensor"):
         assert len({str(generated[rank]) for rank in group}) == 1
 
 
@@ -77,7 +78,7 @@ def test_a_micro_group_generates_what_its_replica_trains_on(layout: Layout, each
     chunks = minibatch_rows(each * layout.d * layout.d_g, 1)
     trained = THREE_D_PROTO.deal(layout, chunks, "test")
     generated = THREE_D_ALL_MICRO_DP.deal(layout, chunks, "test")
-    for group in layout.generation_groups("micro_data"):
+    for group in generation_groups(layout, "micro_data"):
         together = sorted({int(row) for rank in group for row in generated[rank][0]})
         assert together == trained[group[0]][0].tolist()
 

@@ -196,30 +196,30 @@ class TestValueLoss:
             torch.tensor([[1.0, 1.0, 0.0]]),
             torch.tensor([[2.0, 4.0, -3.0]]),
         )
-        loss, stats = value_loss(values, old, returns)
+        loss, clipped_BT = value_loss(values, old, returns)
         assert loss.tolist() == [[0.5, 0.5, 0.5]]
-        assert not stats.clipped_BT.any()
+        assert not clipped_BT.any()
         # clipped values: 1, 1.5, -0.5; their errors: 1, 2.5, 2.5
-        loss, stats = value_loss(values, old, returns, clip=0.5)
+        loss, clipped_BT = value_loss(values, old, returns, clip=0.5)
         assert loss.tolist() == [[0.5, 3.125, 3.125]]
-        assert stats.clipped_BT.tolist() == [[False, True, True]]
+        assert clipped_BT.tolist() == [[False, True, True]]
 
     def test_clip_never_lowers_the_loss(self) -> None:
         values, old, returns = (normal(20, 20, seed=seed) for seed in range(3))
         free, _ = value_loss(values, old, returns)
         assert (value_loss(values, old, returns, clip=0.2)[0] >= free).all()
-        at_start, stats = value_loss(values, values, returns, clip=0.2)
+        at_start, clipped_BT = value_loss(values, values, returns, clip=0.2)
         assert torch.equal(at_start, free)
-        assert not stats.clipped_BT.any()
+        assert not clipped_BT.any()
 
     def test_clipped_is_where_the_gradient_is_0(self) -> None:
         values, old, returns = (normal(20, 20, seed=seed) for seed in range(3))
         values.requires_grad_()
-        loss, stats = value_loss(values, old, returns, clip=0.2)
+        loss, clipped_BT = value_loss(values, old, returns, clip=0.2)
         loss.sum().backward()
         assert values.grad is not None
-        assert torch.equal(stats.clipped_BT, values.grad == 0)
-        assert 0.1 < stats.clipped_BT.float().mean() < 0.9
+        assert torch.equal(clipped_BT, values.grad == 0)
+        assert 0.1 < clipped_BT.float().mean() < 0.9
 
     def test_only_the_critic_learns(self) -> None:
         values, old, returns = (normal(2, 3, seed=seed).requires_grad_() for seed in range(3))

@@ -138,14 +138,14 @@ def test_kto_is_the_formula_with_the_gradient_of_the_paper() -> None:
     """Enumerated; d loss / d log pi is -+ weight beta sigma(z) (1 - sigma(z)): largest where r is kl."""
     now, ref, good = draw(6), draw(6, seed=1), torch.tensor([1, 0, 1, 0, 0, 1])
     now.requires_grad_()
-    loss, stats = kto_loss(now, ref, good, 0.4, beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
+    loss, rewards_B = kto_loss(now, ref, good, 0.4, beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
     (slopes,) = torch.autograd.grad(loss.sum(), now)
     for i, (a, b, y) in enumerate(zip(now.tolist(), ref.tolist(), good.tolist(), strict=True)):
         sign, weight = (1, 1.5) if y else (-1, 0.7)
         value = 1 / (1 + math.exp(-sign * 0.5 * (a - b - 0.4)))
         assert loss[i].item() == pytest.approx(weight * (1 - value))
         assert slopes[i].item() == pytest.approx(-sign * weight * 0.5 * value * (1 - value))
-        assert stats.rewards_B[i].item() == pytest.approx(0.5 * (a - b))
+        assert rewards_B[i].item() == pytest.approx(0.5 * (a - b))
     start, _ = kto_loss(ref, ref, good.bool(), 0.0)
     torch.testing.assert_close(start, torch.full_like(start, 0.5))
 

@@ -85,7 +85,7 @@ def test_from_one_pool_to_two_to_one_for_each_role() -> None:
     # two replicas of fp32 weights and both moments; of weights that are only run; of nothing
     assert moved == {"actor": 2 * 12 * P, "critic": 2 * 12 * VALUES, "reference": 2 * 2 * P, "reward": 0}
     # each replica from one of its own
-    assert first.pairs().to_dict("records") == [
+    assert first.traffic().frame().to_dict("records") == [
         {"source": "shared-0", "destination": "policy-0", "moved_bytes": 14 * P},
         {"source": "shared-1", "destination": "policy-1", "moved_bytes": 14 * P},
         {"source": "shared-0", "destination": "scorers-0", "moved_bytes": 12 * VALUES},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
+from tests.cases import generation_groups
 from tests.expected import expect_error
 from tests.resharding.counting import Held, count, generation_ranks
 from workbench.errors import BadInput
@@ -125,8 +126,8 @@ def test_a_sync_to_engines_of_consecutive_ranks_costs_what_the_paper_says() -> N
 def test_strided_groups_are_those_of_the_layout() -> None:
     for layout in layouts(12):
         plan = plan_transition(even_layers(layout), layout, "hybridflow")
-        assert plan.generation_tensor_groups() == layout.generation_groups("tensor")
-        assert plan.micro_data_groups() == layout.generation_groups("micro_data")
+        assert plan.generation_tensor_groups() == generation_groups(layout, "tensor")
+        assert plan.micro_data_groups() == generation_groups(layout, "micro_data")
 
 
 SMALL: dict[str, Any] = {

@@ -118,7 +118,8 @@ def test_walk(lab: Workbench, tmp_path: Path) -> None:
         transfers = lab.transfers("move")
         mine = transfers[transfers["run"] == transfers["run"].max()]
         counted = mine.groupby(["source", "destination"])["moved_bytes"].sum()
-        assert counted.to_dict() == change.pairs().set_index(["source", "destination"])["moved_bytes"].to_dict()
+        expected = change.traffic().frame().set_index(["source", "destination"])["moved_bytes"]
+        assert counted.to_dict() == expected.to_dict()
         assert mine["moved_bytes"].sum() == change.total_bytes > 0
         assert not any(host["published_bytes"] for host in lab.hosts.describe())
         metrics.append(update_on(lab, table))

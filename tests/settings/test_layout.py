@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.cases import generation_groups
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.placement import Layout
@@ -50,7 +51,7 @@ def test_groups_partition_the_ranks_and_differ_along_their_axis() -> None:
 def test_generation_groups_partition_the_ranks() -> None:
     for layout in ALL:
         for axis, size in (("tensor", layout.t_g), ("micro_data", layout.d_g)):
-            groups = layout.generation_groups(axis)  # type: ignore[arg-type]
+            groups = generation_groups(layout, axis)
             assert sorted(itertools.chain(*groups)) == list(range(layout.size))
             assert {len(group) for group in groups} == {size}
         assert layout.p_g * layout.t_g * layout.d_g * layout.d == layout.size  # type: ignore[operator]
@@ -62,7 +63,7 @@ def test_an_engine_generates_on_consecutive_ranks() -> None:
         assert layout.t_g is not None
         engines = layout.generating(layout.t_g)
         ranks = np.arange(layout.size).reshape(-1, layout.t_g).tolist()
-        assert engines.generation_groups("tensor") == ranks
+        assert generation_groups(engines, "tensor") == ranks
         tensors = [engines.generation_place(rank).tensor for rank in range(layout.size)]
         assert tensors == list(range(layout.t_g)) * (layout.size // layout.t_g)
 
@@ -85,7 +86,7 @@ def test_a_training_shard_lies_inside_its_generation_shard() -> None:
 
 def test_a_micro_group_holds_its_generation_shard_exactly_once() -> None:
     for layout in ALL:
-        for group in layout.generation_groups("micro_data"):
+        for group in generation_groups(layout, "micro_data"):
             assert len({layout.coordinates(rank) for rank in group}) == len(group)
             held = {layout.coordinates(rank)[1:] for rank in group}
             first = layout.generation_place(group[0])
@@ -103,8 +104,8 @@ def test_the_papers_example() -> None:
     """Figure 8: training 1-4-2, generation 1-2-2-2, devices counted from 1."""
     layout = Layout(1, 4, 2, 1, 2)
     count = lambda groups: [[rank + 1 for rank in group] for group in groups]  # noqa: E731
-    assert count(layout.generation_groups("tensor")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
-    assert count(layout.generation_groups("micro_data")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert count(generation_groups(layout, "tensor")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
+    assert count(generation_groups(layout, "micro_data")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert str(layout) == "(p=1, t=4, d=2, generating (p_g=1, t_g=2, d_g=2))"
 
 

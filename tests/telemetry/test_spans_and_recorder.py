@@ -18,17 +18,11 @@ CALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_span_knows_its_kinds_and_times():
+def test_a_span_is_a_row_with_units_in_its_names():
     made = Span(**CALL, kind="compute", start_s=10.0, end_s=12.0, bytes=5, tokens=3)
     assert made.row()["moved_bytes"] == 5
     assert made.row()["processed_tokens"] == 3
     assert pickle.loads(pickle.dumps(made)) == made
-    with expect_error(BadInput, rule="must be one of queue, transfer, compute"):
-        Span(**CALL, kind="thinking", start_s=10.0, end_s=12.0)
-    with expect_error(BadInput, rule="start not after the end"):
-        Span(**CALL, kind="compute", start_s=12.0, end_s=10.0)
-    with pytest.raises(BadInput):
-        Span(**CALL, kind="compute", start_s=float("nan"), end_s=10.0)
 
 
 def test_nested_spans_name_their_parents_and_lie_inside_them():
@@ -68,11 +62,10 @@ def test_a_failing_span_is_kept_with_the_error_and_the_next_is_no_child_of_it():
     assert after.parent == ""
 
 
-def test_an_unknown_kind_or_label_is_refused_before_the_work():
+def test_an_unknown_kind_is_refused_before_the_work():
     recorder = Recorder()
-    with expect_error(BadInput, value="'thinking'"), recorder.span("thinking"):
-        pytest.fail("the block must not run")
-    with expect_error(BadInput, rule="labels are stage, run"), recorder.bind(color="red"):
+    rule = "must be one of queue, transfer, compute"
+    with expect_error(BadInput, value="'thinking'", rule=rule), recorder.span("thinking"):
         pytest.fail("the block must not run")
 
 

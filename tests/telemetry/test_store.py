@@ -177,13 +177,12 @@ def test_the_trace_of_nothing_is_valid(store: TelemetryStore, tmp_path: Path):
 def test_a_follower_says_when_there_is_more_without_reading_it(tmp_path: Path) -> None:
     store = TelemetryStore(tmp_path)
     follower = store.follow("events")
-    assert (follower.size_bytes, follower.grown, follower.new()) == (0, False, [])
+    assert (follower.size_bytes, follower.new()) == (0, [])
     store.append_event("iteration", iteration=1)
     size = follower.size_bytes
     assert size > 0
-    assert follower.grown
     assert [row["event"] for row in follower.new()] == ["iteration"]
-    assert (follower.size_bytes, follower.grown) == (size, False)
+    assert (follower.size_bytes, follower.new()) == (size, [])
 
 
 def test_the_spans_of_one_run_are_those_of_all_with_its_number(store: TelemetryStore) -> None:

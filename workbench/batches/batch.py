@@ -12,7 +12,6 @@ from pydantic import Field
 from workbench.batches.handle import BatchHandle, as_array, rows_of
 from workbench.batches.location import Column, Location, balanced_shares, minibatch_rows
 from workbench.errors import BadInput
-from workbench.errors.plain_text import said
 from workbench.support.checked_calls import checks_calls
 from workbench.support.validation import NonNegativeInt, Number, PositiveInt
 
@@ -83,40 +82,9 @@ class Batch(BatchHandle):
             raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
 
-    def split_by(self, column: str) -> dict[Any, Batch]:
-        """For each value of a column, in order of appearance, the batch of its rows: `split_by("prompt_uid")`.
-
-        Brings this one column here.
-        """
-        groups: dict[Any, list[int]] = {}
-        try:
-            for row, value in enumerate(self._values(column, "split_by")):
-                groups.setdefault(value, []).append(row)
-        except TypeError as error:
-            raise BadInput(
-                f"split_by({column!r}): {said(error)}",
-                "its values become keys: numbers or text",
-                "choose another column",
-            ) from error
-        return {value: self.take(rows) for value, rows in groups.items()}
-
     def shuffle(self, seed: NonNegativeInt) -> Batch:
         """The rows in an order that only the seed, and how many there are, decides."""
         return self.take(np.random.default_rng(seed).permutation(self.rows))
-
-    def sort_by(self, column: str, descending: bool = False) -> Batch:
-        """The rows in order of a column of numbers or text; equal ones keep theirs, NaN come last. Brings this column
-        here."""
-        values = self._values(column, "sort_by")
-        ordered = [row for row, value in enumerate(values) if value == value]
-        unordered = [row for row, value in enumerate(values) if value != value]
-        try:
-            ordered.sort(key=values.__getitem__, reverse=descending)
-            return self.take(ordered + unordered)
-        except TypeError as error:
-            raise BadInput(
-                f"sort_by({column!r}): {said(error)}", "its values have one order: all numbers or all text"
-            ) from error
 
     def lengths(self, column: str) -> np.ndarray:
         """Tokens of each row of a ragged column, [rows] int64; counted on the hosts, no token moves."""

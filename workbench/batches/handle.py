@@ -254,19 +254,6 @@ class BatchHandle(NamedAttributes):
             raise BadInput(f"rows {shown(rows)} of {self!r}", rule, "write rows=[0]")
         return index.astype(np.int64)
 
-    def _values(self, column: str, reader: str) -> list[Any]:
-        """A column of one value a row, brought here."""
-        self.need([column], reader)
-        if self.columns[column].row_shape != ():
-            raise BadInput(
-                f"{reader}({column!r})",
-                f"reads one value a row; {column!r} has rows of shape {list(self.columns[column].row_shape)}",
-                f"by length: batch.take(np.argsort(batch.lengths({column!r})))" if reader == "sort_by" else "",
-            )
-        values = self.fetch([column])[column]
-        assert not isinstance(values, Ragged)
-        return values if isinstance(values, list) else values.tolist()
-
     @property
     def nbytes(self) -> int:
         """Bytes of all columns, on all hosts."""
@@ -339,7 +326,7 @@ class BatchHandle(NamedAttributes):
         `function`, which failed; `error`, what it did. Give it to `compute_reward(..., only=batch.failed())`.
         """
         names = ["row", "prompt", "stage", "function", "error"]
-        texts = list(map(str, self._values("failure", "failed"))) if "failure" in self.names else []
+        texts = self.df(["failure"])["failure"].tolist() if "failure" in self.names else []
         rows = [row for row, text in enumerate(texts) if text]
         if not rows:
             return pd.DataFrame(columns=names).astype({"row": "int64"})

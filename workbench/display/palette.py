@@ -11,7 +11,6 @@ from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
-from zlib import crc32
 
 WHITE, BLACK = "#ffffff", "#111111"
 
@@ -49,7 +48,7 @@ ERROR_STYLES = {
     "took less (above +10 %)": RoleStyle(colour="#b2abd2", letter=""),
     "took far less (above +30 %)": RoleStyle(colour="#5e3c99", letter="", ink=WHITE),
 }
-_SPARE_COLOURS = ("#b3e0f7", "#9ad9c3", "#ffd28a", "#c9b8e8")
+NO_ROLE = RoleStyle(colour="#b3e0f7", letter="")  # of what no role does, such as the start of a host
 
 
 def error_style(error: float) -> RoleStyle:
@@ -57,23 +56,10 @@ def error_style(error: float) -> RoleStyle:
 
 
 def role_styles(roles: Iterable[str]) -> dict[str, RoleStyle]:
-    """A style for each role, the known roles first: the same in every picture. Others take a spare colour by their name
-    (the next one where two would have the same), and the first letter of it that is free (or a digit)."""
+    """A style for each role, the known roles first: the same in every picture."""
     wanted = set(roles)
     styles = {role: style for role, style in ROLE_STYLES.items() if role in wanted}
-    letters = {style.letter for style in ROLE_STYLES.values()}
-    free = list(_SPARE_COLOURS)
-    for role in sorted(wanted - styles.keys()):
-        choices = [*role.upper(), *"123456789", "?"]
-        letter = next(choice for choice in choices if (choice.isalnum() and choice not in letters) or choice == "?")
-        letters.add(letter)
-        first = crc32(role.encode()) % len(_SPARE_COLOURS)
-        turns = (*_SPARE_COLOURS[first:], *_SPARE_COLOURS[:first])
-        colour = next((colour for colour in turns if colour in free), turns[0])
-        if colour in free:
-            free.remove(colour)
-        styles[role] = RoleStyle(colour=colour, letter=letter)
-    return styles
+    return styles | dict.fromkeys(sorted(wanted - styles.keys()), NO_ROLE)
 
 
 BELOW, ABOVE, UNLIKELY = "#0072b2", "#e69f00", "#009e73"

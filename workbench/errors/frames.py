@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,25 +174,21 @@ class StageFailure:
 HINT = "lab.last_error().batch is what the stage was given; lab.debug() runs it again in this kernel, where pdb works"
 
 
-def block(error: WorkbenchError, cells: Mapping[str, str] | None = None) -> str:
-    """An error as text, without its class: where a stage failed, the frames on its ranks between message and remedy.
-
-    cells: what to call files that are cells of this notebook.
-    """
+def block(error: WorkbenchError) -> str:
+    """An error as text, without its class: where a stage failed, the frames on its ranks between message and remedy."""
     failure = error.failure
     if failure is None:
         return str(error)
-    cells = cell_names() if cells is None else cells
     help = (error.rule, f"Remedy: {error.remedy}" if error.remedy else "")
     said = "\n".join(f"{part.rstrip('.')}." for part in help if part)
-    parts = (f"{error.value.rstrip('.')}.", "\n".join(failure.lines(cells)), said)
+    parts = (f"{error.value.rstrip('.')}.", "\n".join(failure.lines(cell_names())), said)
     return "\n\n".join(part for part in (*parts, HINT) if part)
 
 
 def rendered(error: WorkbenchError) -> list[str]:
     """What IPython shows of an error: of the frames in the kernel the user's alone, by IPython's own means, then the
     block. `%xmode Verbose` shows every frame; `%debug` enters them all."""
-    shell = _shell()
+    shell = ipython_shell()
     if shell is None:
         return [f"{type(error).__name__}: {block(error)}"]
     shown, trace = shell.InteractiveTB, error.__traceback__
@@ -217,16 +214,14 @@ def _of_user(trace: TracebackType | None) -> TracebackType | None:
 
 def cell_names() -> dict[str, str]:
     """For the files that IPython makes of cells, which cell each is; empty outside of it."""
-    shell = _shell()
+    shell = ipython_shell()
     if shell is None:
         return {}
     names = {file: shell.compile.format_code_name(file) for file in getattr(shell.compile, "_filename_map", {})}
     return {file: " ".join(name) for file, name in names.items() if name}
 
 
-def _shell() -> Any:
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return None
-    return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+def ipython_shell() -> Any:
+    """IPython's shell; None outside of it. A notebook has imported IPython itself: no reason to import it here."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

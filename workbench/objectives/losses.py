@@ -209,16 +209,11 @@ def _checked(
     return full(advantages_BT).detach()
 
 
-class ValueStats(NamedTuple):
-    """Per token and without gradient. clipped_BT: True where the clip changed the error, and stopped the gradient."""
-
-    clipped_BT: Tensor
-
-
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None = None
-) -> tuple[Tensor, ValueStats]:
-    """The critic's squared error, optionally clipped around the values at the start of the update, [B, T].
+) -> tuple[Tensor, Tensor]:
+    """The critic's squared error, optionally clipped around the values at the start of the update, [B, T]; and where
+    the clip changed the error, and stopped the gradient.
 
         loss = 1/2 (V - G)^2
         loss = 1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2)      if clip is given
@@ -235,7 +230,7 @@ def value_loss(
         within("clip", clip, 0.0)
         near_BT = values_BT.clamp(old_values_BT - clip, old_values_BT + clip)
         error_BT = torch.maximum(unclipped_BT, (near_BT - returns_BT).square())
-    return 0.5 * error_BT, ValueStats((error_BT != unclipped_BT).detach())
+    return 0.5 * error_BT, (error_BT != unclipped_BT).detach()
 
 
 Share = Annotated[Number, Field(gt=0, le=1), Rule("must be a share of the tokens, in (0, 1]")]

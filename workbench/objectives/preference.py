@@ -151,12 +151,6 @@ def _log_odds(log_p: Tensor) -> Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-class KTOStats(NamedTuple):
-    """Per answer and without gradient: beta times how much likelier it became than under the reference."""
-
-    rewards_B: Tensor
-
-
 def kto_loss(
     log_prob_B: Tensor,
     ref_log_prob_B: Tensor,
@@ -165,8 +159,9 @@ def kto_loss(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> tuple[Tensor, KTOStats]:
+) -> tuple[Tensor, Tensor]:
     """Kahneman-Tversky optimization, [B], from log-probabilities of whole answers: sums over response tokens, nats.
+    With it the implicit rewards beta r, [B], without gradient.
 
         r    = log pi(y | x) - log ref(y | x)
         loss = desirable_weight   (1 - sigmoid(beta (r - kl)))    of a desirable answer
@@ -193,7 +188,7 @@ def kto_loss(
         desirable_weight * torch.sigmoid(-beta * (ratio_B - kl)),
         undesirable_weight * torch.sigmoid(-beta * (kl - ratio_B)),
     )
-    return loss_B, KTOStats(beta * ratio_B.detach())
+    return loss_B, beta * ratio_B.detach()
 
 
 def binomial_interval(successes: float, trials: float, deviations: float = CONFIDENCE_95) -> tuple[float, float]:

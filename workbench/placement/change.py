@@ -26,7 +26,7 @@ BUFFER_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementChange(Moves):
-    """What `old` -> `new` would do: `.frame()` by role, `.pairs()` and `.traffic()` by pair of processes, `.memory()`
+    """What `old` -> `new` would do: `.frame()` by role, `.traffic()` by pair of processes, `.memory()`
     by device, `.seconds`, `.fits`.
 
     device: "cpu" or "cuda". has_bytes: the memory of one GPU, or what the slots of a CPU machine can have together,
@@ -220,10 +220,6 @@ class PlacementChange(Moves):
         matrix = pd.DataFrame(self.matrix, index=pd.Index(names, name="source"), columns=names)
         matrix.columns.name = "destination"
         return Traffic(matrix, {}, "a change of placement")
-
-    def pairs(self) -> pd.DataFrame:
-        """One row a pair of processes that exchange something: source, destination, moved_bytes; the most first."""
-        return self.traffic().frame()
 
     def memory(self) -> pd.DataFrame:
         """One row a device: bytes held before, at most during the change, and after it while nothing computes; and the

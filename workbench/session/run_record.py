@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.display.interrupts import uninterrupted
 from workbench.errors import BadInput
+from workbench.errors.frames import ipython_shell
 from workbench.errors.plain_text import shown
 from workbench.placement import ROLLOUT
 from workbench.support import files
 from workbench.support.code_version import code_version, function_version
 from workbench.support.fingerprint import is_of_notebook
 from workbench.support.flat_settings import flat
-from workbench.support.notebook_cell import failed_cells, failed_position, in_notebook, ipython_shell
+from workbench.support.notebook_cell import failed_cells, failed_position, in_notebook
 from workbench.support.sources import loaded
 from workbench.telemetry.store import TelemetryStore
 
@@ -138,12 +139,6 @@ class RunCell:
     done: bool
     failed: tuple[int, int] | None = None
 
-    @classmethod
-    def of(
-        cls, kernel: str, number: int, id: str, text: str, done: bool, failed: tuple[int, int] | None = None
-    ) -> RunCell:
-        return cls(kernel, number, id, digest_of(text), done, failed)
-
     def text(self) -> str | None:
         """What was run, from IPython's own history; None where that does not have it."""
         with suppress(Exception):  # no IPython, no history, or one that cannot be read
@@ -194,7 +189,7 @@ class _History:
         texts = list(shell.history_manager.input_hist_raw[1:-1])  # the last one is under way
         failed = failed_cells()
         self.cells = [
-            RunCell.of(self.kernel, n, "", text, n not in failed, failed.get(n))
+            RunCell(self.kernel, n, "", digest_of(text), n not in failed, failed.get(n))
             for n, text in enumerate(texts, 1)
             if text
         ]
@@ -207,8 +202,8 @@ class _History:
             info = result.info
             if not getattr(info, "store_history", True) or not str(info.raw_cell).strip():
                 return
-            cell = RunCell.of(
-                self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), info.raw_cell,
+            cell = RunCell(
+                self.kernel, int(result.execution_count or 0), str(info.cell_id or ""), digest_of(info.raw_cell),
                 bool(result.success), failed_position(result.error_in_exec),
             )  # fmt: skip
             self.cells.append(cell)

@@ -11,7 +11,6 @@ from workbench.errors import BadInput
 from workbench.support.validation import PositiveInt, Whole, settings
 
 Axis = Literal["pipeline", "tensor", "data"]
-GenerationAxis = Literal["tensor", "micro_data"]
 Numbering = Literal["training", "generation"]
 
 
@@ -119,16 +118,6 @@ class Layout:
         mesh = np.moveaxis(self.mesh(), which, -1)
         groups: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
         return groups
-
-    def generation_groups(self, axis: GenerationAxis) -> list[list[int]]:
-        """The ranks that generate together: "tensor" groups share a replica, "micro_data" groups hold one shard of the
-        training replica between them."""
-        found: dict[tuple[int, int, int], list[int]] = {}
-        for rank in range(self.size):
-            place = self.generation_place(rank)
-            key = (place.replica, place.stage, place.micro if axis == "tensor" else place.tensor)
-            found.setdefault(key, []).append(rank)
-        return sorted(found.values())
 
     def __str__(self) -> str:
         same = self.p_g in (None, self.p) and self.t_g in (None, self.t)

@@ -3,14 +3,12 @@ pdb works: `lab.debug()`."""
 
 from __future__ import annotations
 
-import pdb
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +26,6 @@ from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
 from workbench.support.calls.sessions import in_place
-from workbench.support.notebook_cell import ipython_shell
 from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state
@@ -125,7 +122,7 @@ class Failures:
 # --- lab.debug() ----------------------------------------------------------------------------------------------------
 
 
-def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = None, post_mortem: bool = False) -> Any:
+def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = None) -> Any:
     """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
 
     A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
@@ -134,9 +131,8 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = 
     workbench changes; on the inline backend the stage is run in its place, and the role's state put back.
     Functions that score are called one after the other in this thread, and without a time limit.
 
-    device: "cpu" or "cuda"; None: as the workbench's, where this process has such a one. post_mortem: enter the
-    debugger where it fails, instead of raising. Where it does not fail: says so, and returns what the rank made, an
-    `Output` or a value.
+    device: "cpu" or "cuda"; None: as the workbench's, where this process has such a one. Where it does not fail: says
+    so, and returns what the rank made, an `Output` or a value.
 
     It is the state as it is now: an update that failed in its third step has taken two. One rank runs alone: sums
     over ranks are over its own rows, and a model that was cut over ranks gives the same numbers within rounding.
@@ -158,15 +154,8 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = 
     rows = "" if call.rows is None else f", {len(call.rows)} rows of {failed.batch.id if failed.batch else ''}"
     print(f"{failed.role}.{failed.stage} as rank {rank} of run {failed.run} was asked{rows}, here:")
     inline = isinstance(runner.hosts.backend, InlineBackend)
-    with _live_host(runner, call) if inline else _own_host(runner, failed, call, device) as host:
-        try:
-            with in_place():
-                output = host.replay(replace(call, role=ROLE_OF.get(call.role, call.role)) if not inline else call)
-        except Exception as error:
-            if not post_mortem:
-                raise
-            _enter_debugger(error.__traceback__)
-            return None
+    with _live_host(runner, call) if inline else _own_host(runner, failed, call, device) as host, in_place():
+        output = host.replay(replace(call, role=ROLE_OF.get(call.role, call.role)) if not inline else call)
     print(
         f"{failed.role}.{failed.stage} did not fail here; it failed with {type(failed.error).__name__} on "
         f"{'rank ' + ', '.join(map(str, failed.ranks)) if failed.ranks else 'pool ' + failed.pool}"
@@ -273,11 +262,3 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
         for name in group.hosts:
             hosts.backend.ask(name, "release", move.published)
     set_random_state(states[0].random)
-
-
-def _enter_debugger(trace: TracebackType | None) -> None:
-    """The notebook's debugger, or Python's, at the last frame."""
-    shell = ipython_shell()
-    debugger = pdb.Pdb() if shell is None else shell.debugger_cls()
-    debugger.reset()
-    debugger.interaction(None, trace)

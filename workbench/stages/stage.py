@@ -37,6 +37,7 @@ from workbench.settings.training import Training
 from workbench.stages import interrupted
 from workbench.stages.ranks import input_failed, one_error, too_many_failed
 from workbench.stages.run import Run, interruptible, receive, wait_for
+from workbench.support.checked_calls import checked_call
 from workbench.support.validation import at_least
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class StageRun(Run):
                 self.runner.scheduler.submit(self)
             return receive(self, bar, presses)
 
+    @checked_call("run.submit")
     def submit(self) -> None:
         """Submit it, in the background; on the inline backend it runs now."""
         with interruptible(self) as presses:

