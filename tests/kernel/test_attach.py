@@ -8,30 +8,25 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.kernel.kernels import Kernel
 
 OPEN = """
 from pathlib import Path
-import os, signal, threading, time
 import workbench as wb
-from tests.cases import tiny_lab, vowels
+from tests.cases import tiny_lab
+from tests.kernel.suspending import SUSPENDING, suspend_in
 def opened(name, devices=1):
-    return tiny_lab(name, Path("runs").resolve(), placement=wb.Placement.colocate(devices), if_exists="replace")
+    placement = wb.Placement.colocate(devices)
+    return tiny_lab(name, Path("runs").resolve(), models=SUSPENDING, placement=placement, if_exists="replace")
 def algorithm(lab):
-    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=25)
+    return wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=8), epochs=2)
 def suspended_in(lab, stage):
-    "Suspend the host when the stage has done one of its steps, then write a file of that name. Prints the process."
+    "Have the host suspend itself when the stage has done one of its steps. Prints the process."
     process = lab.hosts.backend.processes["shared-0"].pid
-    def watch():
-        while True:
-            busy, done, *_ = lab.hosts.backend.ask("shared-0", "status").result()
-            if busy.endswith(stage) and done >= 1:
-                os.kill(process, signal.SIGSTOP)
-                return Path(stage).touch()
-            time.sleep(0.02)
-    threading.Thread(target=watch, daemon=True).start()
+    suspend_in(process, stage)
     print(process)
 """
 
@@ -51,21 +46,21 @@ def kernels(tmp_path: Path) -> Iterator[Callable[[], Kernel]]:
         kernel.kill()
 
 
-def wait_for(file: Path) -> None:
+def wait_until_suspended(host: int) -> None:
     last = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < last, file
+    while psutil.Process(host).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < last, host
         time.sleep(0.02)
 
 
-def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel], tmp_path: Path) -> None:
+def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], Kernel]) -> None:
     """The first is ended after an interrupt in the middle of an update, the second in the middle of the next update."""
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab); ppo.iterate()")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
     host = int(first.run("suspended_in(lab, 'update_critic')"))
-    request = first.start("ppo.step()")  # an update of both minibatches, 25 times: half a second
-    wait_for(tmp_path / "update_critic")
+    request = first.start("ppo.step()")  # an update of both minibatches, twice
+    wait_until_suspended(host)
     first.interrupt()
     first.wait_until_shown("stopping where nothing is half done")
     os.kill(host, signal.SIGCONT)
@@ -81,7 +76,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
     second.run("assert ppo.next_stage == 'update_actor'")
     second.run("suspended_in(lab, 'update_actor')")
     second.start("ppo.step()")
-    wait_for(tmp_path / "update_actor")
+    wait_until_suspended(host)
     second.kill()
     os.kill(host, signal.SIGCONT)
 
@@ -107,7 +102,7 @@ def test_the_next_kernel_goes_on_where_the_killed_one_was(kernels: Callable[[], 
 def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], Kernel]) -> None:
     """Its kernel is gone between the end of the stage and the record of the algorithm's position."""
     first = kernels()
-    make = "ppo = algorithm(lab); ppo.epochs = 2"
+    make = "ppo = algorithm(lab)"
     first.run(f"lab = opened('left'); {make}")
     first.run("while ppo.next_stage != 'update_critic':\n    ppo.step()")
     first.run("import os; type(lab).note_position = lambda self: os._exit(1)")
@@ -121,7 +116,7 @@ def test_an_update_that_had_just_ended_is_not_made_again(kernels: Callable[[], K
 
 
 @pytest.mark.thorough
-def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[[], Kernel], tmp_path: Path) -> None:
+def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[[], Kernel]) -> None:
     """Its kernel is killed inside `lab.overlap()`, while the update behind it is under way."""
     first = kernels()
     first.run("lab = opened('left'); ppo = algorithm(lab)")
@@ -130,15 +125,15 @@ def test_an_update_whose_metrics_nobody_had_is_not_made_again(kernels: Callable[
     host = int(first.run("suspended_in(lab, 'update_actor')"))
     name = first.run("print(batch.id)").strip()
     update = "lab.critic.update_critic(batch, epochs=2)"
-    first.start(f"with lab.overlap():\n    {update}; lab.actor.update_actor(batch, epochs=30)")
-    wait_for(tmp_path / "update_actor")
+    first.start(f"with lab.overlap():\n    {update}; lab.actor.update_actor(batch, epochs=2)")
+    wait_until_suspended(host)
     first.kill()
     os.kill(host, signal.SIGCONT)
     second = kernels()
     second.run(f"lab = wb.attach('left'); batch = lab.batch({name!r})")
     assert "critic.update_critic: was done" in second.run(f"metrics = {update}")
     assert second.run("print(metrics['optimizer_steps'])").strip() == "4"
-    assert "actor.update_actor: was done" in second.run("lab.actor.update_actor(batch, epochs=30)")
+    assert "actor.update_actor: was done" in second.run("lab.actor.update_actor(batch, epochs=2)")
 
 
 @pytest.mark.thorough
