@@ -5,6 +5,7 @@ READY := .venv/.ready
 DEMO := notebooks/101_ppo_by_hand.ipynb
 # threads that wait take no core: see workbench/__init__.py; here also for notebooks that import torch first
 export OMP_WAIT_POLICY ?= passive
+export THP_MEM_ALLOC_ENABLE ?= 1
 
 .PHONY: setup demo test fuzz lessons thorough margins lock drift cluster lab check format docs witnesses peers bench prove clean help
 

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 # a CPU was up to 25 times slower. OpenMP reads it when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Large tensors in host memory lie in huge pages, where Linux has them: an update on a CPU spent a quarter of its
-# processor time on page faults. torch reads it with its first such tensor.
+# processor time on page faults. torch reads it with the first tensor of any size.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 note_failures()

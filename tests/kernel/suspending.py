@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import workbench as wb
 from tests.cases import TINY, vowels
 from workbench.models.spec import Model
+from workbench.support.files import home
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.worker import Context
@@ -23,7 +23,7 @@ def suspend_in(process: int, stage: str) -> None:
 
 
 def _asked(process: int, stage: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"suspend-{process}-{stage}"
+    return home() / f"suspend-{process}-{stage}"
 
 
 def _suspending(context: Context, stage: str) -> Context:

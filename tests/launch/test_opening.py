@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.backends import registry
+from workbench.backends.ray import RayBackend
 from workbench.config import description as description_module
 from workbench.config.description import Description
 from workbench.data.prompts import Prompts
 from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
+from workbench.launch import opening
 from workbench.models import load_causal_lm, load_tokenizer
 from workbench.telemetry import span
 from workbench.workers.roles.actor import ActorWorker
@@ -114,7 +118,7 @@ def test_the_device_decides_the_dtype(device: str, dtype: str) -> None:
 
 def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> None:
     """As slots share cores: each pool has one, and none of them communicates inside."""
-    monkeypatch.setattr(description_module, "_device_count", lambda device: 2)
+    monkeypatch.setattr(description_module, "device_count", lambda device: 2)
 
     def described(placement: wb.Placement, devices: int | None, **given: Any) -> Description:
         return Description.of(
@@ -135,6 +139,32 @@ def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> 
         described(wb.Placement.standalone(actor=1, critic=1, reference=1), None)
     with expect_error(BadInput, rule="has 2 GPU", remedy="^use fewer"):
         described(wb.Placement.colocate(devices=4), None)
+
+
+def test_shares_fill_what_the_cluster_has() -> None:
+    """Added up as floats, 3 x 0.2 is more than 0.6."""
+    backend: Any = object.__new__(RayBackend)
+    backend._head, has = None, {"GPU": 0.6}
+    backend._ray = SimpleNamespace(cluster_resources=lambda: has, available_resources=lambda: has)
+    backend.check([SimpleNamespace(gpus=0.2)] * 3)
+    backend.check_free(["a", "b", "c"], 0.2)
+    with expect_error(BadInput, value="a placement of 0.8 GPUs", rule="has 0.6"):
+        backend.check([SimpleNamespace(gpus=0.2)] * 4)
+
+
+def test_restoring_more_devices_than_gpus_shares_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_lab("saved", tmp_path, backend="inline") as lab:
+        saved = lab.save(tmp_path / "checkpoint")
+
+    @functools.wraps(opening.open)
+    def asked(**given: Any) -> Any:
+        raise LookupError(given["devices"])
+
+    monkeypatch.setattr(opening, "open", asked)
+    monkeypatch.setattr(opening, "device_count", lambda device: 2)
+    for placement, devices in ((wb.Placement.split(devices=4), 4), (wb.Placement.colocate(devices=1), 2)):
+        with pytest.raises(LookupError, match=f"^{devices}$"):
+            wb.restore(saved, backend="ray", device="cuda", placement=placement)
 
 
 def test_closing_removes_only_its_own_name(tmp_path: Path) -> None:

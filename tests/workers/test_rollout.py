@@ -50,10 +50,12 @@ def apart(runs: Path, models: dict[str, Any], **options: Any) -> Iterator[Any]:
     lab.hosts.backend.start(lab.hosts.infos)
     settle(lab.hosts.backend, begin_loading(lab.hosts.backend, lab.hosts.infos, lab.description, print), print)
     torch.set_num_threads(threads)
-    with lab:
-        yield lab
-    if dist.is_initialized() and not grouped:  # vLLM's
-        dist.destroy_process_group()
+    try:
+        with lab:
+            yield lab
+    finally:
+        if dist.is_initialized() and not grouped:  # vLLM's
+            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -283,7 +283,7 @@ class RayBackend(Backend):
         """Raise `BadInput` when the cluster has fewer GPUs than the placement asks for."""
         _need_head(self._head)
         wanted, have = sum(info.gpus for info in infos), self._ray.cluster_resources().get("GPU", 0)
-        if wanted > have:
+        if round(wanted, 4) > round(have, 4):  # Ray counts ten-thousandths
             raise BadInput(
                 f"a placement of {wanted:g} GPUs", f"the cluster has {have:g}", "use fewer devices, or device='cpu'"
             )
@@ -291,7 +291,7 @@ class RayBackend(Backend):
     def check_free(self, pools: Sequence[str], gpus: float) -> None:
         _need_head(self._head)
         free = self._ray.available_resources().get("GPU", 0)
-        if gpus * len(pools) > free:
+        if round(gpus * len(pools), 4) > round(free, 4):
             raise BadInput(
                 f"{len(pools)} new processes, each with {gpus:g} GPU",
                 f"the cluster has {free:g} free, and those of the old processes are free when these have ended",
@@ -338,7 +338,7 @@ class RayBackend(Backend):
             "MKL_NUM_THREADS": threads,
             # idle threads that spin take the cores from other hosts: up to ten times slower
             "OMP_WAIT_POLICY": "passive",
-            "THP_MEM_ALLOC_ENABLE": "1",
+            "THP_MEM_ALLOC_ENABLE": os.environ["THP_MEM_ALLOC_ENABLE"],
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }

@@ -22,7 +22,7 @@ from workbench.placement.role_model import AUTOMATIC_TOKENS, RoleModel, head_of
 from workbench.settings.engines import Generation, ShareMemory
 from workbench.settings.training import Training
 from workbench.support.fingerprint import fingerprint
-from workbench.support.machine import computing_threads, cores
+from workbench.support.machine import computing_threads, device_count
 from workbench.workers.roles import ROLE_WORKERS
 
 
@@ -98,8 +98,8 @@ class Description:
                 "what devices another cluster has cannot be seen from here",
                 "add device='cuda' or device='cpu'",
             )
-        device = device or ("cuda" if _device_count("cuda") else "cpu")
-        if device == "cuda" and address is None and not _device_count("cuda"):
+        device = device or ("cuda" if device_count("cuda") else "cpu")
+        if device == "cuda" and address is None and not device_count("cuda"):
             raise BadInput(
                 "device='cuda'", "torch finds no GPU on this machine", "leave device= out, or see `wb doctor`"
             )
@@ -116,7 +116,7 @@ class Description:
             )
         # An inline workbench has one device; everything else may declare its slots.
         placement = (placement or Placement.colocate(1)).restrict(filled)
-        here = None if address is not None else _device_count(device)
+        here = None if address is not None else device_count(device)
         gpus = 0.0 if device == "cpu" else 1.0
         if gpus and here and devices and devices > here and backend != "inline" and not elsewhere:
             gpus = math.floor(1e4 / math.ceil(devices / here)) / 1e4  # Ray counts them in ten-thousandths
@@ -381,9 +381,3 @@ def _with_rollout(models: dict[str, Model]) -> dict[str, Model]:
             "declare an actor in models=, or leave 'rollout' out of the placement",
         )  # fmt: skip
     return {**models, "actor": actor.changed(generation=None), ROLLOUT: replace(actor, worker=None)}
-
-
-def _device_count(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else cores()

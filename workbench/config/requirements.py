@@ -52,7 +52,8 @@ def check(description: Description) -> None:
         raise BadInput(
             f"pool {several[0].name!r} of {several[0].devices} devices, each {description.gpus:g} of a GPU",
             "the ranks of a pool talk by NCCL, for which each has a GPU of its own; pools may share one",
-            "give the pool one device, or join a cluster with address=",
+            "leave devices= out where this machine has GPUs enough, give the pool one device, or join a cluster with "
+            "address=",
         )
     if description.backend == "inline" and description.placement.devices != 1:
         raise BadInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import shutil
 import sys
@@ -42,7 +43,7 @@ from workbench.settings.engines import Generation, ShareMemory
 from workbench.settings.training import Training
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import check_room, locked, private_folder, real_path
-from workbench.support.machine import available_bytes, cores, gpu_bytes, read_gpus
+from workbench.support.machine import available_bytes, device_count, gpu_bytes, read_gpus
 from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
@@ -60,18 +61,15 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
     machines have is not known. replaced: whose memory will be free."""
     if description.address is not None or _joined_elsewhere():
         return
-    mine, gpus = {process.pid for process in replaced}, read_gpus() if description.device == "cuda" else []
-    if description.device == "cuda":
-        whole = gpu_bytes()
-        has = None if whole is None else int(whole * description.gpus)
-    else:
-        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
-    if has is None:
+    on_gpu, mine = description.device == "cuda", {process.pid for process in replaced}
+    gpus, whole = (read_gpus(), gpu_bytes() or 0) if on_gpu else ([], 0)
+    if on_gpu and not whole:  # the driver does not answer
         return
-    models, gpu = description.role_models(), has if description.device == "cuda" else None
+    free = available_bytes() + sum(process.memory_info().rss for process in replaced)
+    has, models = int(whole * description.gpus) if on_gpu else free, description.role_models()
     try:
         estimate = estimate_memory(
-            description.placement, models, device=description.device, device_bytes=gpu,
+            description.placement, models, device=description.device, device_bytes=has if on_gpu else None,
             take_turns=description.takes_turns,
         )  # fmt: skip
     except BadInput:  # a model whose weights cannot be told from its configuration may well load
@@ -80,8 +78,9 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
     # others may hold some of the GPUs: the cluster gives the placement as many as it asks for
     others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
     if any(others):
+        left = (whole - others[0]) // math.ceil(description.placement.devices / len(gpus))
         try:
-            doubt = check_fit(estimate, has_bytes=has - others[0], models=models)
+            doubt = check_fit(estimate, has_bytes=min(has, left), models=models)
         except BadInput as error:
             raise taken(DevicesTaken(error.value, error.rule), gpus, mine=mine) from None
     if doubt:
@@ -101,6 +100,8 @@ def say_at_opening(lab: Workbench) -> None:
     description = lab.description
     for told in _about_prompts(lab):
         print(told)
+    if 0 < description.gpus < 1:
+        print(f"each of the {description.devices} devices is {description.gpus:g} of a GPU, and of its memory")
     for role, model in description.models.items():
         if model.trained and model.training is not None and (doubt := model.training.doubt(role)):
             print(doubt)
@@ -339,8 +340,8 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
         arguments["placement"] = None
     if "devices" not in changes and arguments["address"] is None:  # those of this machine; slots as there are to be
         wanted = arguments["placement"].devices if arguments["placement"] is not None else 1
-        on_cpu = arguments["device"] == "cpu" and arguments["backend"] == "ray"
-        arguments["devices"] = max(wanted, cores()) if on_cpu else None
+        here = device_count(arguments["device"])
+        arguments["devices"] = max(wanted, here) if arguments["backend"] == "ray" else None
     lab = open(**arguments, resume=checkpoint.folder)
     lab.runner.counters.iterations_to_skip = 0  # the notebook goes on: nothing is done again
     return lab

@@ -97,6 +97,13 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def device_count(device: str) -> int:
+    """How many devices this machine has: GPUs, or slots of a CPU, one a core."""
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else cores()
+
+
 def computing_threads(processes: int) -> int:
     """Threads of each of so many processes: its share of the cores, and no more than OMP_NUM_THREADS says."""
     share = max(1, cores() // processes)
@@ -149,6 +156,13 @@ def own_gpu_bytes() -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory * _allowed_share())
+
+
+def own_gpu_free_bytes() -> int:
+    """Memory of its GPU that this process may still take beside what torch's allocator holds; it starts CUDA."""
+    import torch
+
+    return max(0, min(torch.cuda.mem_get_info(0)[0], own_gpu_bytes() - torch.cuda.memory_reserved(0)))
 
 
 def _allowed_share() -> float:

@@ -23,7 +23,7 @@ from workbench.errors.plain_text import said
 from workbench.messages.calls import Call, FailedRows, Failure, Output
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.shards import Shard
-from workbench.support.machine import available_bytes
+from workbench.support.machine import available_bytes, own_gpu_bytes, own_gpu_free_bytes
 from workbench.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -173,8 +173,7 @@ def _held(host: Host) -> str:
         items.append((host.shard_bytes, "batches"))
     shown = ", ".join(f"{what} {bytes_text(n)}" for n, what in sorted(items, reverse=True)[:MOST_SHOWN]) or "no model"
     if on_gpu:
-        free, total = torch.cuda.mem_get_info(0)
-        room = f"{bytes_text(int(total))} in all, {bytes_text(int(free))} free"
+        room = f"{bytes_text(own_gpu_bytes())} in all, {bytes_text(own_gpu_free_bytes())} free"
     else:
         room = f"{bytes_text(available_bytes())} left on the machine"
     return f"{host.info.name} ({host.info.device}) holds {shown}; {room}"

@@ -24,7 +24,13 @@ from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.placement.state import Part
-from workbench.support.machine import available_bytes, own_gpu_bytes, return_freed_memory, total_bytes
+from workbench.support.machine import (
+    available_bytes,
+    own_gpu_bytes,
+    own_gpu_free_bytes,
+    return_freed_memory,
+    total_bytes,
+)
 from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
 from workbench.workers.communicator import Communicator, join_pool, open_store
@@ -422,7 +428,6 @@ class Host(Shards):
                 self._held = self._look()
             finally:
                 self._computing.release()
-        free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
         return {
             "host": info.name,
             "pool": info.pool,
@@ -433,7 +438,8 @@ class Host(Shards):
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
             "device_bytes": own_gpu_bytes() if on_gpu else None,
-            "device_used_bytes": total - free if on_gpu else None,  # of all processes, contexts and caches included
+            # of all processes, contexts and caches included
+            "device_used_bytes": own_gpu_bytes() - own_gpu_free_bytes() if on_gpu else None,
             "threads": info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
             "start_s": self._start_s,

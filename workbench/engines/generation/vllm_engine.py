@@ -421,12 +421,14 @@ class VllmEngine(GenerationEngine):
             core = self._engine.engine_core.engine_core
             self._engine = self._copies = None
             LAYERWISE_INFO.clear()  # what a reload leaves in it of a layer holds the layer, and its weights
-            with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
-                core.shutdown()
-            del core
-            gc.collect()
-            if CuMemAllocator.instance is not None:  # a pool may end only after the last tensor in it
-                CuMemAllocator.instance.release_pools()
+            try:
+                with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
+                    core.shutdown()
+            finally:
+                del core
+                gc.collect()
+                if CuMemAllocator.instance is not None:  # a pool may end only after the last tensor in it
+                    CuMemAllocator.instance.release_pools()
 
     def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input

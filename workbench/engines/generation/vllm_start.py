@@ -36,6 +36,7 @@ from workbench.models.resolve import quiet_transformers
 from workbench.placement.memory import STEP_TOKENS
 from workbench.settings.engines import Generation
 from workbench.support.files import home
+from workbench.support.machine import own_gpu_bytes
 from workbench.support.replaced import replaced
 from workbench.telemetry import span
 
@@ -205,13 +206,14 @@ def start_engine(
         max_num_seqs=rows,
         # A prompt that is prefilled in parts has samples drawn and taken back, which a CPU's generator cannot do.
         enable_chunked_prefill=False if on_cpu else None,
-        # On a GPU vLLM warms up with so many tokens in these rows; of longer ones it reads past their block tables.
+        # On a GPU vLLM warms up with this many, divided over the rows: more than the rows can hold would be read past
+        # the end of their block tables.
         max_num_batched_tokens=max(2048 if on_cpu else min(STEP_TOKENS, rows * longest), longest),
         # Samples of a prompt share its full blocks, computed once. vLLM's own block on a CPU has 128 tokens, more than
         # most prompts; its kernels want multiples of 32.
         block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * GIB) if on_cpu else cache_bytes,
-        gpu_memory_utilization=_gpu_share(settings, cache_bytes),
+        gpu_memory_utilization=UNKNOWN_MODEL_SHARE if on_cpu else _gpu_share(settings, cache_bytes),
         logprobs_mode="processed_logprobs",
         hf_overrides={"head_dtype": "float32"} if settings.head_dtype == "float32" else {},
         max_logprobs=-1,  # a sampling mask asks for as many as its top_k
@@ -245,9 +247,10 @@ def start_engine(
 
 def _gpu_share(settings: Generation, cache_bytes: int | None) -> float:
     """The share of the whole GPU that vLLM insists on finding free; where the cache is not given, what it fills."""
+    whole = torch.cuda.get_device_properties(0).total_memory
     if cache_bytes is None:
-        return settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE
-    return max(0.01, cache_bytes / torch.cuda.get_device_properties(0).total_memory)
+        return (settings.gpu_memory_fraction or UNKNOWN_MODEL_SHARE) * own_gpu_bytes() / whole
+    return max(0.01, cache_bytes / whole)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from workbench.placement import Pool
 from workbench.settings.context import GivenContext
 from workbench.settings.engines import Agent, Environment, Sampling, check_mask, check_room, keeps_mask, truncation
 from workbench.support.calls.pickling import name_of
-from workbench.support.machine import available_bytes
+from workbench.support.machine import available_bytes, own_gpu_free_bytes
 from workbench.support.seeds import sample_seed
 from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
@@ -155,9 +155,10 @@ class SamplingWorker(Worker):
         """Whether so many bytes may be kept for patches on the device: not where roles take turns in it. Where there is
         no room it is said, once."""
         on_gpu = self.context.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.context.device)[0] if on_gpu else available_bytes()
-        if on_gpu and self.context.host.offloads:
-            free = 0
+        if on_gpu:
+            free = 0 if self.context.host.offloads else own_gpu_free_bytes()
+        else:
+            free = available_bytes()
         if free < nbytes and not self._said:
             self._room_note, self._said = f"weight syncs are whole: for patches a rank keeps {bytes_text(nbytes)}", True
         return free >= nbytes
