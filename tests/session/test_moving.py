@@ -67,7 +67,8 @@ def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Itera
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
-    monkeypatch.setattr("workbench.config.description.cores", lambda: 1)  # as many threads, whatever the placement
+    # as many threads, whatever the placement
+    monkeypatch.setattr("workbench.config.description.device_count", lambda device: int(device == "cpu"))
     models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
     with opened(models, wb.Placement.colocate(1), tmp_path) as found:
         yield found
@@ -257,7 +258,7 @@ def test_an_error_leaves_everything_as_it_was(lab: Workbench, monkeypatch: pytes
             def full(self: Any, *args: Any) -> None:
                 raise MemoryError("no room")
 
-            patched.setattr("workbench.workers.weight_exchange.WeightIntake.place", full)
+            patched.setattr("workbench.workers.weight_intake.WeightIntake.place", full)
             error, message = StageError, "taking actor failed on pool policy, rank 0: MemoryError.*goes on as it was"
         with pytest.raises(error, match=message):
             lab.move(wb.Placement.split(2))

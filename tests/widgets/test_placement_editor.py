@@ -94,7 +94,7 @@ def test_a_role_is_put_into_pools() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("workbench.config.description.cores", lambda: 1)
+    monkeypatch.setattr("workbench.config.description.device_count", lambda device: int(device == "cpu"))
     models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
     with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
         yield lab

@@ -25,18 +25,17 @@ from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ModelWeights, Weight
 from workbench.telemetry import Recorder
 from workbench.workers.weight_exchange import (
-    AHEAD,
-    Choice,
     Contents,
     Published,
     Snapshot,
     WeightExchange,
-    WeightIntake,
     plan_of_taking,
     published_parts,
     take_snapshot,
     weights_of,
 )
+from workbench.workers.weight_intake import AHEAD, WeightIntake
+from workbench.workers.weight_transition import Choice
 
 MODELS = ("tiny-llama-tied-4kv", "tiny-qwen2")
 CONTENTS = Contents(
@@ -178,7 +177,7 @@ def test_a_layer_is_pulled_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("publisher", [Layout(), Layout(2, 2, 2)], ids=str)
 def test_what_is_on_its_way_is_bounded(publisher: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.workers.weight_exchange.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("workbench.workers.weight_intake.BUCKET_BYTES", 4096)
     hosts = Hosts(MODELS[0], publisher, Layout())
     exchange, plan = hosts.exchanges["rollout-0"], hosts.plan()
     pull, lock, cut, bytes_cut = exchange.pull, threading.Lock(), 0, list[int]()

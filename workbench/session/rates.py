@@ -17,7 +17,7 @@ from workbench.placement.change import PlacementChange
 from workbench.stages.group import Groups
 from workbench.stages.ledger import Ownership
 from workbench.telemetry.store import TelemetryStore
-from workbench.workers.weight_exchange import PROBE_BYTES, timed_bytes_s
+from workbench.workers.weight_intake import PROBE_BYTES, timed_bytes_s
 
 KEPT_S = 30.0  # so long is a probe of a link between machines believed
 HERE = "this process"

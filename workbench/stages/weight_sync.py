@@ -22,7 +22,8 @@ from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.stages.stage import StageRun
 from workbench.workers.roles.rollout import DELEGATED
-from workbench.workers.weight_exchange import Choice, Published
+from workbench.workers.weight_exchange import Published
+from workbench.workers.weight_transition import Choice
 
 
 def took_s(ranks: Sequence[tuple[bool, float]]) -> tuple[bool, float]:

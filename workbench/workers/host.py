@@ -49,7 +49,8 @@ from workbench.workers.role_state import (
 )
 from workbench.workers.shards import Peers, Shards
 from workbench.workers.stopping import StageStopped, Stopping
-from workbench.workers.weight_exchange import Contents, Slice, WeightExchange, probe, timed_bytes_s
+from workbench.workers.weight_exchange import Contents, Slice, WeightExchange
+from workbench.workers.weight_intake import probe, timed_bytes_s
 from workbench.workers.worker import Context, SharedDevice, Worker
 
 QUESTIONS = 5

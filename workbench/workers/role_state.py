@@ -38,15 +38,8 @@ from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.support import files as own_files
 from workbench.telemetry import Transfer
 from workbench.workers.model_worker import random_state
-from workbench.workers.weight_exchange import (
-    Published,
-    Pulled,
-    Slice,
-    Snapshot,
-    WeightExchange,
-    WeightIntake,
-    WeightSource,
-)
+from workbench.workers.weight_exchange import Published, Pulled, Slice, Snapshot, WeightExchange, WeightSource
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Worker
 
 KINDS: dict[str, tuple[StateKind, ...]] = {

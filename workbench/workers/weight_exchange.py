@@ -11,23 +11,14 @@ for weight transfer (nccl, sharded_rdt) need CUDA on both sides.
 
 A publisher that keeps what it published before compares, and a taker that has just that is sent patches of what changed
 (`workbench.resharding.patches`); any other is sent whole slices.
-
-One rank's part of taking published weights: which slices it asks for, in which order, and where they go.
-
-A bucket of slices has at most BUCKET_BYTES. A rank has one in use and asks for AHEAD more, which publishers fill
-meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -36,14 +27,12 @@ from torch import Tensor
 from workbench.batches.columns import array_of, tensor_over
 from workbench.errors import NotFound
 from workbench.placement import Layout
-from workbench.placement.change import BUFFER_BYTES
 from workbench.resharding import boxes
-from workbench.resharding.boxes import Box, Boxes
-from workbench.resharding.engine import Arrival, checksums_of, fill, view_of
+from workbench.resharding.boxes import Box
+from workbench.resharding.engine import checksums_of, fill, view_of
 from workbench.resharding.patches import Change, Patch, change
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.resharding.weights import ITEM_BYTES, ModelWeights, Weight, model_weights
-from workbench.settings.engines import SyncMode
 from workbench.telemetry import Recorder
 from workbench.telemetry.spans import TransferKind
 
@@ -223,29 +212,6 @@ class Pulled(NamedTuple):
         return sum(part.whole_bytes if isinstance(part, Patch) else part.nbytes for part in self.parts)
 
 
-# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
-TRIALS = 3
-
-
-class Choice:
-    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
-    `TRIALS` each, patches first, whose first is whole."""
-
-    def __init__(self, mode: SyncMode) -> None:
-        self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
-
-    @property
-    def patches(self) -> bool:
-        patched, whole = self._took_s[True], self._took_s[False]
-        if self._mode != "auto" or len(patched) < TRIALS:
-            return self._mode != "whole"
-        return len(whole) >= TRIALS and median(patched) < median(whole)
-
-    def note(self, seconds: float, *, patches: bool) -> None:
-        """What a sync took that was to go in this way."""
-        self._took_s[patches].append(seconds)
-
-
 class WeightSource(Protocol):
     """Where slices come from: other hosts, or files."""
 
@@ -333,174 +299,3 @@ class WeightExchange:
             bytes=pulled.nbytes, columns=what, kind=published.kind,
         )  # fmt: skip
         return True
-
-
-AHEAD = 3
-BUCKET_BYTES = BUFFER_BYTES // (AHEAD + 1)
-PROBE_ROWS, PROBE_COLUMNS = 16_384, 1024
-PROBE_BYTES = 4 * PROBE_ROWS * PROBE_COLUMNS
-SLOW_S = 1.0
-
-
-class WeightIntake:
-    """One rank's part of a plan of taking, again and again, a layer at a time.
-
-    rank: in the taker's layout. received_bytes: from other hosts so far; whole_bytes: of the slices that these were or
-    patched. checksums: whether to compare those of slices
-    as they were sent and as they arrived; arrival: the comparison of the last time. Beside the taker's own tensors of a
-    layer, memory is needed for `AHEAD` + 1 buckets.
-    """
-
-    def __init__(self, plan: Reshard, rank: int, exchange: WeightSource, *, checksums: bool = False) -> None:
-        self._exchange, self._rank, self.received_bytes, self.whole_bytes = exchange, rank, 0, 0
-        self._checksums, self.arrival = checksums, Arrival()
-        self._layers: list[_Layer] = []
-        me = plan.destination.ranks[rank]
-        for group, weights in groupby(plan.weights, key=lambda weight: weight.group):
-            layer = _Layer(group, [w for w in weights if plan.destination.shard(w, me) is not None])
-            for weight in layer.weights:
-                for movement in plan.movements(weight):
-                    if me in movement.destinations:
-                        layer.take(movement.source, weight, movement.boxes)
-                # what a rank of the publisher has itself moves nowhere
-                layer.take(
-                    me, weight, boxes.intersect(plan.destination.boxes(weight, me), plan.source.boxes(weight, me))
-                )
-            self._layers.append(layer)
-
-    @torch.no_grad()
-    def weights(
-        self,
-        published: Published,
-        device: torch.device,
-        kept: dict[str, Tensor] | None = None,
-        *,
-        since: str = "",
-    ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's weights, for `GenerationEngine.update_weights`: each in its whole shape, with this rank's slices
-        written.
-
-        kept: of whole shapes by name, in which they are written, and which stay; None: each is dropped after its layer.
-        since: the key of what `kept` has: then patches may come, and only layers in which something changed are given.
-        """
-        for layer, buckets in self._pulled(published, since):
-            matrices = {} if kept is None else kept
-            by_name, changed = {weight.name: weight for weight in layer.weights}, False
-            for bucket in buckets:
-                for (name, _), part in zip(bucket.wanted, bucket.pulled.parts, strict=True):
-                    if name not in matrices and isinstance(part, Tensor):
-                        matrices[name] = torch.empty(by_name[name].shape, dtype=part.dtype, device=device)
-                found = [(matrices[name].view(by_name[name].matrix), box) for name, box in bucket.wanted]
-                changed |= self._write(bucket, [matrix[r0:r1, c0:c1] for matrix, (r0, r1, c0, c1) in found])
-            for weight in layer.weights if changed else ():
-                yield weight.name, matrices[weight.name] if kept is not None else matrices.pop(weight.name)
-
-    @torch.no_grad()
-    def place(self, published: Published, held: Mapping[str, tuple[Tensor, WeightShard]]) -> None:
-        """Write what this rank needs into its live tensors. held: by name a tensor, and which elements of the weight it
-        holds."""
-        for _, buckets in self._pulled(published):
-            for bucket in buckets:
-                self._write(bucket, [view_of(*held[name], box) for name, box in bucket.wanted])
-
-    def _write(self, bucket: _Bucket, views: Sequence[Tensor]) -> bool:
-        """Write a bucket's slices where they belong; whether anything changed. What is compared are the checksums of
-        what lies there in the end."""
-        for view, part in zip(views, bucket.pulled.parts, strict=True):
-            if isinstance(part, Patch):
-                part.add_to(view)
-            else:
-                view.copy_((part.pin_memory() if view.is_cuda else part).view(view.shape), non_blocking=True)
-        if sent := bucket.pulled.sums:
-            names = [name for name, _ in bucket.wanted]
-            self.arrival = self.arrival.with_slices(bucket.rank, names, sent, checksums_of(views, bucket.wanted))
-        return any(part.nbytes for part in bucket.pulled.parts)
-
-    def _pulled(self, published: Published, since: str = "") -> Iterator[tuple[_Layer, Iterator[_Bucket]]]:
-        """Layer by layer what this rank needs; the next buckets are requested while the last is used."""
-        self.arrival = Arrival()
-        asked = iter([request for layer in self._layers for request in layer.in_turn(self._rank)])
-        with ThreadPoolExecutor(AHEAD, thread_name_prefix="pull") as ahead:
-            coming = deque[Future[Pulled]]()
-
-            def ask() -> None:
-                if (request := next(asked, None)) is not None:
-                    coming.append(ahead.submit(self._exchange.pull, published, *request, self._checksums, since))
-
-            def buckets(layer: _Layer) -> Iterator[_Bucket]:
-                for rank, wanted in layer.in_turn(self._rank):
-                    pulled = coming.popleft().result()
-                    ask()
-                    if self._exchange.record(published, rank, pulled, layer.group):
-                        self.received_bytes += pulled.nbytes
-                        self.whole_bytes += pulled.whole_bytes
-                    yield _Bucket(rank, wanted, pulled)
-
-            for _ in range(AHEAD):
-                ask()
-            for layer in self._layers:
-                yield layer, buckets(layer)
-
-
-class _Bucket(NamedTuple):
-    rank: int  # of the publisher
-    wanted: Sequence[Slice]
-    pulled: Pulled
-
-
-@dataclass(eq=False)
-class _Layer:
-    """The weights of a layer that a rank needs, and which slices of them come from which rank."""
-
-    group: str
-    weights: list[Weight]
-    sources: dict[int, list[list[Slice]]] = field(default_factory=dict)
-    _room: dict[int, int] = field(default_factory=dict)
-
-    def in_turn(self, taker: int) -> list[tuple[int, list[Slice]]]:
-        """Its buckets by source, in the order of asking: each taker begins at another source."""
-        found = list(self.sources.items())
-        first = taker % max(1, len(found))
-        return [(source, bucket) for source, buckets in found[first:] + found[:first] for bucket in buckets]
-
-    def take(self, source: int, weight: Weight, found: Boxes) -> None:
-        """Add boxes of a weight that come from a rank, in buckets of at most `BUCKET_BYTES`; a row stays whole."""
-        for r0, r1, c0, c1 in found:
-            row_bytes = (c1 - c0) * weight.item_bytes
-            rows = max(1, BUCKET_BYTES // row_bytes)
-            for start in range(r0, r1, rows):
-                self._add(source, (weight.name, (start, min(start + rows, r1), c0, c1)), row_bytes)
-
-    def _add(self, source: int, wanted: Slice, row_bytes: int) -> None:
-        nbytes = (wanted[1][1] - wanted[1][0]) * row_bytes
-        if nbytes > self._room.get(source, 0):
-            self.sources.setdefault(source, []).append([])
-            self._room[source] = BUCKET_BYTES
-        self.sources[source][-1].append(wanted)
-        self._room[source] -= nbytes
-
-
-def probe() -> tuple[Snapshot, Reshard]:
-    """A weight of `PROBE_BYTES` that a host publishes to be timed, and the plan by which another process takes it."""
-    weights = ModelWeights((Weight(name="probe", shape=(PROBE_ROWS, PROBE_COLUMNS), item_bytes=4),), 1)
-    plan = Reshard(*(Distribution(weights, Layout(), (rank,)) for rank in (0, 1)))
-    whole = WeightShard(((0, PROBE_ROWS, 0, PROBE_COLUMNS),), (PROBE_ROWS, PROBE_COLUMNS))
-    return Snapshot(contents=None, slices={"probe": (torch.zeros(PROBE_ROWS, PROBE_COLUMNS), whole)}), plan
-
-
-def timed_bytes_s(key: str, host: str, ask: Ask) -> float:
-    """Bytes a second from a host, which has published a `probe` under a key, to this process: the faster of two times,
-    after a first one in which memory for buckets is made; over a slow link that one counts. ask: as in
-    `WeightExchange`."""
-    snapshot, plan = probe()
-    intake = WeightIntake(plan, 0, WeightExchange("here", Recorder(), ask), checksums=True)
-    published = Published(key=key, hosts=(host, "here"), layout=Layout(), kind="move")
-    took_s = []
-    for _ in range(3):
-        (_, shard), target = snapshot.slices["probe"], torch.empty(PROBE_ROWS, PROBE_COLUMNS)
-        began = time.perf_counter()
-        intake.place(published, {"probe": (target, shard)})
-        took_s.append(time.perf_counter() - began)
-        if took_s[0] > SLOW_S:
-            break
-    return PROBE_BYTES / min(took_s[1:] or took_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,10 +26,9 @@ from workbench.resharding.patches import PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.weights import Weight, model_weights
-from workbench.settings.engines import Generation
+from workbench.settings.engines import Generation, SyncMode
 from workbench.telemetry.syncs import OpenSync
 from workbench.workers.communicator import Communicator
-from workbench.workers.weight_exchange import Choice
 from workbench.workers.worker import Context
 
 if TYPE_CHECKING:
@@ -67,6 +67,29 @@ def plan_of(
         return ZeroSync(weights, layout.size, t_g, whole=whole, vocabulary_multiple=multiple)
     weights = model_weights(config, dtype=dtype)
     return plan_sync(weights, layout.generating(t_g), chosen, vocabulary_multiple=multiple)
+
+
+# Syncs of either kind that `Generation(sync="auto")` times before it keeps to one.
+TRIALS = 3
+
+
+class Choice:
+    """Whether the next sync goes by patches. mode: "delta", always; "whole", never; "auto": as it took less time, of
+    `TRIALS` each, patches first, whose first is whole."""
+
+    def __init__(self, mode: SyncMode) -> None:
+        self._mode, self._took_s = mode, {True: list[float](), False: list[float]()}
+
+    @property
+    def patches(self) -> bool:
+        patched, whole = self._took_s[True], self._took_s[False]
+        if self._mode != "auto" or len(patched) < TRIALS:
+            return self._mode != "whole"
+        return len(whole) >= TRIALS and median(patched) < median(whole)
+
+    def note(self, seconds: float, *, patches: bool) -> None:
+        """What a sync took that was to go in this way."""
+        self._took_s[patches].append(seconds)
 
 
 def not_as_sent(version: int, said: Sequence[str]) -> SyncError:

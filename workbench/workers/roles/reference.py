@@ -46,7 +46,8 @@ from workbench.workers.roles.preferences import (
     pair_values,
 )
 from workbench.workers.sampling_mask import MASK_COLUMNS, SamplingMask
-from workbench.workers.weight_exchange import Published, WeightIntake, plan_of_taking, weights_of
+from workbench.workers.weight_exchange import Published, plan_of_taking, weights_of
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.worker import Context
 
 

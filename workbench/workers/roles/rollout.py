@@ -28,14 +28,8 @@ from workbench.workers.engine_weights import (
     probe_gap,
 )
 from workbench.workers.roles.sampling import SamplingWorker
-from workbench.workers.weight_exchange import (
-    Contents,
-    Published,
-    WeightIntake,
-    plan_of_taking,
-    uncut_weights,
-    weights_of,
-)
+from workbench.workers.weight_exchange import Contents, Published, plan_of_taking, uncut_weights, weights_of
+from workbench.workers.weight_intake import WeightIntake
 from workbench.workers.weight_transition import not_as_sent
 from workbench.workers.worker import Context
 
