@@ -42,6 +42,7 @@ def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
             assert engine.generate(cases.PROMPTS, greedy, cases.SEEDS).response_ids == expected.response_ids
             assert engine.memory_bytes() == held
     finally:
+        engine.sleep()  # closed asleep, it leaves the device to the next one
         engine.close()
 
 

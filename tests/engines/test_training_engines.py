@@ -88,6 +88,16 @@ def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
         engine.step([negative_log_likelihood(batch[:3]), replace(negative_log_likelihood(batch[3:]), loss=broken)])
     except ZeroDivisionError:
         found["error comes through"] = engine.steps == 1 and same(weights(engine), before)
+
+    def out_of_memory(gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    hook = next(engine.module.parameters()).register_hook(out_of_memory)  # the embeddings': all others are complete
+    try:
+        engine.step([negative_log_likelihood(batch[:3]), negative_log_likelihood(batch[3:])])
+    except torch.OutOfMemoryError:
+        hook.remove()
+        found["backward pass breaks off"] = engine.steps == 1 and same(weights(engine), before)
     train(engine, range(1, 2))
     found["next step is clean"] = same(weights(engine), weights(clean))
     return found

@@ -52,7 +52,7 @@ def test_a_device_of_16_gb_runs_an_iteration_with_automatic_sizes(tmp_path: Path
     has = gpu_bytes()
     assert has is None or has == pytest.approx(16e9, rel=0.03)
     with open_lab("capped", tmp_path, {"actor": SMALL, "reference": SMALL, "reward": length}) as lab:
-        wb.GRPO(lab, prompts=8, samples=8, sampling=wb.Sampling(max_new_tokens=256)).step()
+        wb.GRPO(lab, prompts=8, samples=8, sampling=wb.Sampling(max_new_tokens=256)).iterate()
         row: Any = lab.topology().set_index("role").loc["actor"]
         assert row["micro_batch_tokens"] >= 4096
         assert row["generation_kv_cache_bytes"] > 1e9
@@ -62,7 +62,7 @@ def test_a_device_of_16_gb_runs_an_iteration_with_automatic_sizes(tmp_path: Path
 def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(tmp_path: Path) -> None:
     with open_lab("halved", tmp_path, {"actor": SMALL, "reward": length}) as lab:
         algorithm = wb.GRPO(lab, prompts=8, samples=8, sampling=wb.Sampling(max_new_tokens=256))
-        algorithm.step()
+        algorithm.iterate()
         backend: Any = lab.hosts.backend
         budget = backend.host(lab.hosts.infos[0].name).workers["actor"].budget
         before, total = budget.tokens, torch.cuda.get_device_properties(0).total_memory
@@ -70,7 +70,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(tmp_p
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1.5 * GIB) / total)
         try:
-            algorithm.step()
+            algorithm.iterate()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert 512 <= budget.tokens < before
@@ -82,7 +82,7 @@ def test_four_models_take_turns(tmp_path: Path) -> None:
     with open_lab("turns", tmp_path, models, share_memory=True) as lab:
         algorithm = wb.PPO(lab, prompts=8, sampling=wb.Sampling(max_new_tokens=128))
         for _ in range(3):
-            algorithm.step()
+            algorithm.iterate()
         spans = lab.spans()
         assert set(lab.syncs()["verdict"]) == {"ok"}
         moved = spans[spans["kind"].isin(["offload", "load"]) & (spans["moved_bytes"] > 100e6)].tail(20)

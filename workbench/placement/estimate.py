@@ -134,8 +134,9 @@ def _room(role: str, of: Mapping[str, RankMemory], models: Mapping[str, RoleMode
         assert model.generation is not None
         room = replace(room, useful_cache=useful_cache_bytes(model), weights=held.generation_weights,
                        fraction=model.generation.gpu_memory_fraction)  # fmt: skip
-        if take_turns:
-            room = replace(room, generating=held.generation_weights + working_bytes(model))
+        if take_turns:  # the trainer's parameters are there where both are compared
+            generating = held.generation_weights + working_bytes(model) + held.parameters
+            room = replace(room, generating=generating)
     if not take_turns:
         return room
     return replace(room, lasting=of[role].lasting - of[role].generation_weights, passing=0, turns=True)

@@ -479,3 +479,6 @@ class Host(Shards):
             worker.context.calls.close()
         self.workers.clear()
         self._shards.clear()
+        if torch.cuda.is_initialized():  # inline, where the process goes on
+            gc.collect()  # engines have reference cycles
+            torch.cuda.empty_cache()

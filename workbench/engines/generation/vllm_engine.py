@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +40,7 @@ from workbench.engines.generation.vllm_start import (
     process_kept,
     request,
     start_engine,
+    stream_kept,
     takes_adapter,
 )
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
@@ -415,11 +416,13 @@ class VllmEngine(GenerationEngine):
 
     def close(self) -> None:
         if self._engine is not None:
-            from vllm.device_allocator.cumem import CuMemAllocator
+            from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
             from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-            core = self._engine.engine_core.engine_core
+            core, asleep = self._engine.engine_core.engine_core, bool(self._asleep)
             self._engine = self._copies = None
+            if asleep:  # all of it: what is freed after the error below would not be released
+                CuMemAllocator.instance.sleep(())
             LAYERWISE_INFO.clear()  # what a reload leaves in it of a layer holds the layer, and its weights
             try:
                 with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
@@ -429,6 +432,9 @@ class VllmEngine(GenerationEngine):
                 gc.collect()
                 if CuMemAllocator.instance is not None:  # a pool may end only after the last tensor in it
                     CuMemAllocator.instance.release_pools()
+                if asleep:  # vLLM unmaps it once more, and allocates nothing until the error has been reported
+                    with suppress(RuntimeError):
+                        unmap_and_release((0, 0, 0, 0))
 
     def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
@@ -441,7 +447,10 @@ class VllmEngine(GenerationEngine):
         # On CPU the few functions that vLLM compiles cost seconds of compiling, and a compiler, to save a millisecond.
         eager = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The sampler draws from torch's global generator even when every row has a generator of its own.
-        with eager, torch.random.fork_rng(devices=[]), computing_threads(self._threads), exact_products(self._exact):
+        with (
+            eager, stream_kept(self._on_cpu), torch.random.fork_rng(devices=[]),
+            computing_threads(self._threads), exact_products(self._exact),
+        ):  # fmt: skip
             yield
 
 

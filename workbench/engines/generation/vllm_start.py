@@ -21,7 +21,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -259,11 +259,13 @@ def process_kept(device: torch.device) -> Iterator[None]:
     environment, python_state = dict(os.environ), random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  (vLLM seeds the global generator, users may draw from it)
     set_num_threads, default_dtype = torch.set_num_threads, torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
     log_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            stream_kept(device.type == "cpu"),
             quiet_transformers(),
             warnings.catch_warnings(),
         ):
@@ -274,6 +276,7 @@ def process_kept(device: torch.device) -> Iterator[None]:
         # On CPU it swaps torch.set_num_threads for a function that refuses.
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(default_dtype)
+        torch.set_float32_matmul_precision(precision)
         np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
         # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes. vLLM's own it reads later.
@@ -283,6 +286,11 @@ def process_kept(device: torch.device) -> Iterator[None]:
         os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
         # It freezes the garbage collector's heap: cycles in a trainer that is given up later would never be freed.
         gc.unfreeze()
+
+
+def stream_kept(on_cpu: bool) -> AbstractContextManager[Any]:
+    """For a tensor group vLLM gives the thread a stream of its own, which the trainer's streams do not wait for."""
+    return nullcontext() if on_cpu else torch.cuda.stream(torch.cuda.current_stream())
 
 
 @contextmanager

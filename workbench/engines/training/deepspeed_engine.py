@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -228,13 +229,27 @@ class DeepSpeedEngine(TrainingEngine):
     def _drop_gradients(self) -> None:
         """Drop what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
         optimizer = self._engine.optimizer
-        optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # ZeRO reduces on a stream of its own
         release_gradients(self.module)
+        optimizer.zero_grad(set_to_none=True)
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # what a backward pass that broke off left
+            getattr(bucket, "clear_params", bucket.clear)()  # of stage 3 the buffer stays
+        reduced = getattr(optimizer, "params_already_reduced", [])
+        for parameter in reduced if isinstance(reduced, dict) else range(len(reduced)):
+            reduced[parameter] = False
+        if hasattr(optimizer, "extra_large_param_to_reduce"):  # stages 1 and 2
+            optimizer.extra_large_param_to_reduce.clear()
+            for parameter in chain(*optimizer.bit16_groups):
+                parameter.grad_accum = None
+            optimizer._release_ipg_buffers()
         for kept in ("averaged_gradients", "all_grad_tensors"):
             for group in getattr(optimizer, kept, {}):
                 getattr(optimizer, kept)[group] = None
         if self._stage == 2:
             optimizer._release_preflattened_grad_buffers()
+        if self._stage == 3:
+            self._engine.empty_partition_cache()  # gathered weights too
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         import deepspeed
