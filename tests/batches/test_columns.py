@@ -13,11 +13,9 @@ from workbench.batches.columns import (
     Ragged,
     assembled,
     describe,
-    from_tensordict,
     from_wire,
     rows_at,
     table_bytes,
-    to_tensordict,
     to_wire,
 )
 
@@ -37,16 +35,6 @@ def table_of(rows: list[list[int]]) -> dict[str, ColumnValues]:
 
 def plain_table(columns: dict[str, ColumnValues]) -> dict[str, object]:
     return {name: plain(column) for name, column in columns.items()}
-
-
-@given(row_lists)
-def test_a_tensordict_and_back(rows: list[list[int]]) -> None:
-    columns = table_of(rows)
-    back = from_tensordict(to_tensordict(columns, len(rows)))
-    assert plain_table(back) == plain_table(columns)
-    assert isinstance(back["ids"], Ragged)
-    assert isinstance(columns["ids"], Ragged)
-    assert back["ids"].values.data_ptr() == columns["ids"].values.data_ptr()  # the same memory
 
 
 @given(row_lists, st.data())

@@ -17,7 +17,7 @@ from tests.expected import expect_error
 from workbench.batches.schema import ScoredRows
 from workbench.data.ledger import OPEN_ITERATIONS, VERSIONS, Ledger
 from workbench.errors import BadInput
-from workbench.objectives.preference import binomial_interval
+from workbench.support.intervals import wilson_bounds
 
 SHORT = wb.Sampling(max_new_tokens=4)
 PROMPTS: Any = [{"prompt": f"Say {i}.", "level": i % 3} for i in range(12)]
@@ -72,7 +72,7 @@ def test_its_figures_are_those_of_the_batches(lab: wb.Workbench) -> None:
         passed = sum(reward >= 1 for reward in rewards)
         assert row["drawn"] * 2 == row["responses"] == len(rewards)
         assert row["pass_rate"] == passed / len(rewards)
-        assert (row["pass_low"], row["pass_high"]) == pytest.approx(binomial_interval(passed, len(rewards)))
+        assert (row["pass_low"], row["pass_high"]) == pytest.approx(wilson_bounds(passed, len(rewards)))
         assert row["reward_variance"] == pytest.approx(np.var(rewards, ddof=1))
         assert row["last_reward"] == pytest.approx(np.mean([reward for reward, _, _ in last]))
         assert row["last_variance"] == pytest.approx(np.var([reward for reward, _, _ in last], ddof=1))

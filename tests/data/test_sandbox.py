@@ -15,7 +15,7 @@ import pytest
 import workbench as wb
 from tests.expected import expect_error
 from workbench.data import sandbox
-from workbench.data.sandbox import command, passes_tests, problem_here, run_python
+from workbench.data.sandbox import command, problem_here, run_python
 from workbench.errors import BadInput, MissingDependency
 from workbench.launch.doctor import _sandbox
 
@@ -114,17 +114,10 @@ def test_time_memory_processes_threads_and_output_are_limited() -> None:
 
 
 @here
-def test_programs_are_tested() -> None:
-    tests = "assert double(2) == 4\nassert double(-1) == -2"
-    assert passes_tests("def double(n):\n    return 2 * n", tests)
-    assert not passes_tests("def double(n):\n    return n * n", tests)
-    for ends_itself in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"):
-        assert not passes_tests(ends_itself, tests)
+def test_a_program_reads_its_input_and_prints() -> None:
     ran = run_python("print(input()[::-1])", stdin="abc\n")
     assert (ran.stdout, ran.stderr, ran.exit_code, ran.ended) == ("cba\n", "", 0, "exit")
     assert wb.sandbox.run_python is run_python
-    loud = "print('x' * 100_000)\n"
-    assert passes_tests(f"{loud}double = lambda n: 2 * n", tests) and not passes_tests(f"{loud}double = abs", tests)
 
 
 @here

@@ -40,7 +40,7 @@ SLOW = {
     "algo": "draw_ahead run iterate step",
     "group": "move relayout",
     "wb": "sweep open attach restore stop script.run mapping.search mapping.predict mapping.simulate mapping.what_if "
-    "register protocol sandbox.run_python sandbox.passes_tests",
+    "register protocol sandbox.run_python",
     "batch": "save",
     "toolbox": "python",
     "adapters": "mcp_tools",
@@ -186,7 +186,7 @@ def calls(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: P
     found.append(_call("wb.script.run", wb.script.run, values))
     mapping = ("search", "predict", "simulate", "what_if")
     found += [_call(f"wb.mapping.{n}", getattr(wb.mapping, n), values) for n in mapping]
-    found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python", "passes_tests")]
+    found += [_call(f"wb.sandbox.{n}", getattr(wb.sandbox, n), values) for n in ("run_python",)]
     verifiers = ("arithmetic", "gsm8k", "math", "code", "format", "instructions", "group_diversity", "group_length")
     found += [_call(f"verifiers.{n}", getattr(wb.verifiers, n), values) for n in verifiers]
     found += [_call(f"adapters.{n}", getattr(wb.adapters, n), values) for n in ("Gymnasium", "OpenEnv", "mcp_tools")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadInput
-from workbench.objectives.preference import binomial_interval, dpo_loss, ipo_loss, kto_loss, orpo_loss, pairwise_loss
+from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss, pairwise_loss
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -175,7 +175,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ipo_loss(draw(2), draw(2), draw(2), draw(2), torch.ones(2), torch.ones(3)), "rejected_tokens_P"),
     (lambda: ipo_loss(draw(2), draw(2), draw(2), draw(2), torch.ones(2), torch.ones(2), beta=0.0), r"beta=0\.0"),
     (lambda: kto_loss(draw(2), draw(2), torch.ones(2), kl=-0.1), r"kl=-0\.1"),
-    (lambda: binomial_interval(1, 0), "trials=0"),
 ]
 
 
@@ -183,19 +182,3 @@ def test_what_cannot_be_is_refused(subtests: pytest.Subtests) -> None:
     for call, message in REFUSED:
         with subtests.test(call=call, message=message), pytest.raises(BadInput, match=message):
             call()
-
-
-@pytest.mark.parametrize(("rate", "trials"), [(0.5, 20), (0.9, 50), (0.97, 100), (0.65, 300)])
-def test_the_interval_covers_the_true_rate_about_19_times_in_20(rate: float, trials: int) -> None:
-    """Exactly, by summing the binomial distribution over the counts whose interval holds the rate."""
-    covered = 0.0
-    for k in range(trials + 1):
-        low, high = binomial_interval(k, trials)
-        assert 0 <= low < k / trials + 1e-12 and k / trials - 1e-12 < high <= 1
-        covered += math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) * (low <= rate <= high)
-    assert 0.92 < covered < 0.98
-
-
-def test_the_interval_of_a_known_case() -> None:
-    """Newcombe 1998, table I, case (a): 81 of 263 by Wilson's score method without continuity correction."""
-    assert binomial_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from workbench.support.intervals import clustered_half_width, student_quantile
+from workbench.support.intervals import clustered_half_width, student_quantile, wilson_bounds
 
 
 def test_quantiles_of_student_s_distribution() -> None:
@@ -43,3 +43,19 @@ def test_it_covers_the_mean_as_often_as_it_says() -> None:
 def test_one_cluster_says_nothing_of_others() -> None:
     assert math.isnan(clustered_half_width([3.0], [4]))
     assert math.isnan(clustered_half_width([3.0, 0.0], [4, 0]))  # a prompt all of whose responses failed
+
+
+@pytest.mark.parametrize(("rate", "trials"), [(0.5, 20), (0.9, 50), (0.97, 100), (0.65, 300)])
+def test_the_interval_covers_the_true_rate_about_19_times_in_20(rate: float, trials: int) -> None:
+    """Exactly, by summing the binomial distribution over the counts whose interval holds the rate."""
+    covered = 0.0
+    for k in range(trials + 1):
+        low, high = wilson_bounds(k, trials)
+        assert 0 <= low < k / trials + 1e-12 and k / trials - 1e-12 < high <= 1
+        covered += math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) * (low <= rate <= high)
+    assert 0.92 < covered < 0.98
+
+
+def test_the_interval_of_a_known_case() -> None:
+    """Newcombe 1998, table I, case (a): 81 of 263 by Wilson's score method without continuity correction."""
+    assert wilson_bounds(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)

@@ -11,7 +11,7 @@ import pytest
 from tests.expected import expect_error
 from workbench.errors import BadInput
 from workbench.telemetry import Recorder, Span, span
-from workbench.telemetry.recorder import CudaGauge, LinuxGauge, PeakMeter, SampledGauge, gauge
+from workbench.telemetry.recorder import CUDA, LINUX, SAMPLED, Gauge, PeakMeter, gauge
 
 CALL: dict[str, Any] = {
     "stage": "update_actor", "run": 7, "role": "actor", "pool": "main", "rank": 1, "device": "slot:1",
@@ -142,7 +142,7 @@ class _Scripted:
 
 def test_outer_and_inner_intervals_have_their_own_true_peak():
     scripted = _Scripted()
-    meter = PeakMeter(scripted)
+    meter = PeakMeter(Gauge(scripted.peak_bytes, scripted.reset))
     scripted.set(900)
     scripted.set(10)
     outer = meter.open()
@@ -158,7 +158,7 @@ def test_outer_and_inner_intervals_have_their_own_true_peak():
 
 
 def test_a_spans_peak_holds_memory_that_was_freed_before_its_end():
-    if not isinstance(gauge("cpu:0"), LinuxGauge):
+    if gauge("cpu:0") is not LINUX:
         pytest.skip("this machine's gauge samples")
     recorder = Recorder()
     size = 200_000_000
@@ -180,8 +180,8 @@ def test_the_device_of_the_work_chooses_the_gauge(monkeypatch: pytest.MonkeyPatc
 
     for there in (True, False):  # a GPU that the host was not given is nothing to it
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert isinstance(gauge("cuda:1"), CudaGauge)
-        assert not isinstance(gauge("cpu:0"), CudaGauge)
+        assert gauge("cuda:1") is CUDA
+        assert gauge("cpu:0") is not CUDA
         recorder = Recorder()
         with recorder.bind(**{**CALL, "device": "cpu:0"}), recorder.span("compute"):
             pass
@@ -189,11 +189,10 @@ def test_the_device_of_the_work_chooses_the_gauge(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_sampling_gauge_reads_the_resident_set():
-    sampled = SampledGauge()
-    before = sampled.peak_bytes()
+    before = SAMPLED.peak_bytes()
     with mmap.mmap(-1, 100_000_000) as block:  # fresh pages: the heap may have as much free already
         block.write(b"x" * 100_000_000)
-        assert sampled.peak_bytes() - before > 90_000_000
+        assert SAMPLED.peak_bytes() - before > 90_000_000
 
 
 @pytest.mark.gpu

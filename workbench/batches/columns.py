@@ -9,10 +9,9 @@ A column is one of
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,6 @@ from torch import Tensor
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,38 +285,4 @@ def from_wire(wire: Mapping[str, Any]) -> Table:
             table[name] = tensor_over(column)
         else:
             table[name] = Ragged(*map(tensor_over, column))
-    return table
-
-
-# making a nested tensor makes torch log a notice to its own authors, once a process; it would be shown in the notebook
-logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in record.getMessage())
-
-
-def to_tensordict(table: Mapping[str, ColumnValues], rows: int) -> TensorDict:
-    """The columns of a table of that many rows, over the same memory."""
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
-
-    entries: dict[str, Any] = {}
-    for name, column in table.items():
-        if isinstance(column, Ragged):
-            offsets = torch.nn.functional.pad(torch.cumsum(column.lengths, 0), (1, 0))
-            entries[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
-        elif isinstance(column, Tensor):
-            entries[name] = column
-        else:  # one by one: a list among the entries is an entry, and no axis
-            entries[name] = NonTensorStack(*map(NonTensorData, column))
-    return TensorDict(entries, batch_size=[rows])
-
-
-def from_tensordict(given: TensorDict) -> Table:
-    """The inverse of `to_tensordict`."""
-    from tensordict import NonTensorData, NonTensorStack
-
-    table: Table = {}
-    for name in given.keys():  # noqa: SIM118 (it iterates over rows)
-        entry: Any = given.get(name)
-        if isinstance(entry, NonTensorStack | NonTensorData):
-            table[str(name)] = entry.tolist()
-        else:
-            table[str(name)] = Ragged(entry.values(), entry.offsets().diff()) if entry.is_nested else entry
     return table

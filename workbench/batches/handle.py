@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.batches import files
-from workbench.batches.columns import Ragged, Table, to_tensordict
+from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Column, Location, Maker, RowProvider, ShardCounts
 from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import TURN_COLUMNS, chosen_mean, frame_of_turns, marked
@@ -32,8 +32,6 @@ from workbench.support.named_fields import NamedAttributes, meant
 from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
     RowNumbers = Sequence[int] | np.ndarray  # checked by `row_numbers`
 
 
@@ -266,12 +264,6 @@ class BatchHandle(NamedAttributes):
         self.need(names, "fetch")
         index = np.arange(self.rows) if rows is None else self._row_numbers(rows)
         return self._source.pull(self.ready(names)[0], index)
-
-    @checked_call("batch.tensordict")
-    def tensordict(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> TensorDict:
-        """What `fetch` brings, as a tensordict: ragged columns are nested tensors of jagged layout, text is non-tensor
-        data."""
-        return to_tensordict(self.fetch(columns, rows), self.rows if rows is None else len(rows))
 
     @checked_call("batch.df")
     def df(self, columns: Iterable[str] | None = None, rows: RowNumbers | None = None) -> pd.DataFrame:

@@ -24,7 +24,7 @@ from workbench.errors.plain_text import shown
 from workbench.settings.engines import Sampling
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
-from workbench.support.validation import whole
+from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
@@ -126,7 +126,7 @@ class Asked:
 
 @stoppable("lab.evaluate()", ("training has seen nothing of it", "the same call again evaluates"))
 def evaluate(
-    lab: Lab, data: Any, *, samples: int = 4, sampling: Sampling | None = None, n: int | None = None,
+    lab: Lab, data: Any, *, samples: PositiveInt = 4, sampling: Sampling | None = None, n: PositiveInt | None = None,
     reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
     answer: Callable[[str], Any] | None = None, select: Any = None,
 ) -> pd.DataFrame:  # fmt: skip
@@ -199,7 +199,6 @@ def _function(value: Any) -> str:
 
 def _check(lab: Lab, asked: Asked) -> None:
     """Raise `BadInput` for what a stage, or the summary, would refuse after the first response."""
-    whole("samples", asked.samples, 1)
     if "actor" not in lab.groups:
         raise BadInput(
             "evaluate on a workbench without an actor", "its generation engine writes the responses",
@@ -355,8 +354,6 @@ def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     options |= {name: read[name] for name in ("chat", "control_tokens")}
     prompts = prompts_of(options, lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
-    if n is not None:
-        whole("n", n, 1)
     if isinstance(prompts, StreamedPrompts):
         if n is None:
             raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pandas as pd
 
@@ -14,7 +13,7 @@ from workbench.conversations.rows import trained_turns
 from workbench.conversations.tree import Tree, Turn
 from workbench.display.conversation import TurnPicture
 from workbench.display.html import table
-from workbench.support.intervals import LEVEL, student_quantile
+from workbench.support.intervals import clustered_half_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,7 @@ class Value:
 
     @classmethod
     def of(cls, returns: Sequence[float]) -> Value:
-        mean = fmean(returns)
-        if len(returns) < 2:
-            return cls(mean=mean, low=math.nan, high=math.nan, n=len(returns))
-        half = student_quantile(0.5 + LEVEL / 2, len(returns) - 1) * stdev(returns) / math.sqrt(len(returns))
+        mean, half = fmean(returns), clustered_half_width(returns, [1] * len(returns))
         return cls(mean=mean, low=mean - half, high=mean + half, n=len(returns))
 
     def __str__(self) -> str:

@@ -14,7 +14,6 @@ import pandas as pd
 from workbench.batches.schema import ScoredRows
 from workbench.data.prompts import Prompts
 from workbench.errors import BadInput
-from workbench.objectives.preference import CONFIDENCE_95
 from workbench.support.intervals import wilson_bounds
 
 OPEN_ITERATIONS = 4  # draws that are so many iterations old take no other scores any more
@@ -274,12 +273,12 @@ def ledger_frame(prompts: Prompts, ledger: Ledger, iteration: int) -> pd.DataFra
         "drawn": drawn,
         "iterations_since": np.where(drawn > 0, np.maximum(float(iteration) - totals.iteration, 0), np.nan),
         "responses": sums["responses"],
-        **_rates("pass", sums),
+        **_rates("pass", sums["passed"], sums["responses"]),
         "reward_mean": _ratio(sums["total"], sums["responses"]),
         "reward_variance": _variance(sums),
         "response_tokens_mean": _ratio(sums["tokens"], sums["responses"]),
         "last_version": np.where(last["version"] == UNSCORED, np.nan, last["version"]),
-        **_rates("last_pass", last),
+        **_rates("last_pass", last["passed"], last["responses"]),
         "last_reward": _ratio(last["total"], last["responses"]),
         "last_variance": _variance(last),
         "last_response_tokens": _ratio(last["tokens"], last["responses"]),
@@ -297,23 +296,16 @@ def versions_frame(prompts: Prompts, ledger: Ledger) -> pd.DataFrame:
     rows, places = np.nonzero(totals.versions != UNSCORED)
     versions = totals.versions[rows, places]
     responses, passed = totals.responses[rows, places], totals.passed[rows, places]
-    low, high = _bounds(passed, responses)
-    index = prompts.frame.index[rows]
-    values = {"version": versions, "responses": responses, "passed": passed,
-              "pass_rate": _ratio(passed, responses), "pass_low": low, "pass_high": high}  # fmt: skip
-    found = pd.DataFrame(values, index=index).iloc[np.lexsort((versions, rows))]
+    values = {"version": versions, "responses": responses, "passed": passed, **_rates("pass", passed, responses)}
+    found = pd.DataFrame(values, index=prompts.frame.index[rows]).iloc[np.lexsort((versions, rows))]
     return found.set_index("version", append=True)
 
 
-def _rates(name: str, scores: np.ndarray) -> dict[str, np.ndarray]:
-    low, high = _bounds(scores["passed"], scores["responses"])
-    return {f"{name}_rate": _ratio(scores["passed"], scores["responses"]), f"{name}_low": low, f"{name}_high": high}
-
-
-def _bounds(passed: np.ndarray, responses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the 95 % interval; NaN without responses."""
-    low, high = wilson_bounds(passed, np.maximum(responses, 1), CONFIDENCE_95)
-    return tuple(np.where(responses > 0, np.clip(bound, 0, 1), np.nan) for bound in (low, high))  # type: ignore[return-value]
+def _rates(name: str, passed: np.ndarray, responses: np.ndarray) -> dict[str, np.ndarray]:
+    """A rate and the bounds of its 95 % interval; NaN without responses."""
+    n = np.where(responses > 0, responses, np.nan)
+    low, high = wilson_bounds(passed, n)
+    return {f"{name}_rate": passed / n, f"{name}_low": low, f"{name}_high": high}
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

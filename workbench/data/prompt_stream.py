@@ -29,7 +29,7 @@ from workbench.support.assigned import AssignedFunction
 from workbench.support.calls.pickling import name_of
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import NamedAttributes, check_names
-from workbench.support.validation import FINITE, Number, checked, one_of
+from workbench.support.validation import FINITE, Number, checked
 
 Order = Callable[["pd.DataFrame"], Any]
 RULE = (
@@ -219,7 +219,6 @@ class PromptStream(NamedAttributes):
         and its bounds. Scores that come more than 4 iterations after the draw do not count, nor do evaluations, greedy
         responses, and batches that were put or loaded. Raises `BadInput` without prompts, and where they are streamed.
         """
-        one_of("by", by, ("prompt", "version"))
         source, records = self._recorded("lab.prompts.ledger()")
         if by == "version":
             return versions_frame(source, records)

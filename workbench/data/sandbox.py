@@ -1,7 +1,6 @@
 """Programs that a model wrote, in a sandbox of the system: bubblewrap (https://github.com/containers/bubblewrap).
 
-    def reward(prompt, response, tests, **row):
-        return float(wb.sandbox.passes_tests(response, tests))
+    ran = wb.sandbox.run_python("print(6 * 7)", timeout_s=5)  # ran.stdout is "42\n"
 
 A program sees the system's programs and this Python with its packages, read-only; a /tmp of its own; no other file, no
 process, no device, no environment variable, and no network unless it is asked for. Time, memory, processes with their
@@ -17,7 +16,6 @@ import contextlib
 import functools
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -86,18 +84,6 @@ def run_python(
     """
     check_sandbox()
     return _run(program, stdin, timeout_s, memory_bytes, threads, network)
-
-
-@checked_call("wb.sandbox.passes_tests")
-def passes_tests(program: str, tests: str, **limits: float) -> bool:
-    """Whether a program and then tests, such as lines of assert, run to their end. limits: as of `run_python`.
-
-    Both run in one interpreter, as users of such data sets do it: a program that looks for the tests can deceive them.
-    Where that matters, compare `run_python(...).stdout` with what is expected.
-    """
-    passed = secrets.token_hex(16)  # else a program that ends itself without an error would pass
-    ran = run_python(f"{program}\n\n{tests}\n\nprint({passed!r})\n", **limits)  # type: ignore[arg-type]
-    return ran.exit_code == 0 and ran.last.rstrip().endswith(passed)
 
 
 def check_sandbox(remedy: str = REMEDY) -> None:

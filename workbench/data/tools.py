@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import inspect
 import json
@@ -37,6 +36,7 @@ from workbench.errors.plain_text import plain_text
 from workbench.models.tokenizers import is_text
 from workbench.support.calls.needs import check_needs
 from workbench.support.checked_calls import checked_call
+from workbench.support.time_limit import TooLong, time_limit
 from workbench.support.validation import PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
@@ -56,10 +56,6 @@ class _WrongCall(ValueError):
 
 class _Late(Exception):
     """A tool is past its time."""
-
-
-class _Stopped(BaseException):
-    """Raised in a thread whose tool is past its time: no `except Exception` of the tool catches it."""
 
 
 @dataclass(frozen=True)
@@ -295,42 +291,27 @@ async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
     ended as soon as it comes back to Python."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-    ending, ended = threading.Lock(), False
 
     def settle(value: Any, error: Exception | None) -> None:
         if not future.done():
             future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:
-        nonlocal ended
-        try:
-            outcome = _outcome(call)
-            with ending:
-                ended = True
-            for _ in range(1000):  # what was raised here before and has not come is raised at a jump backwards
-                pass
-        except _Stopped:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop was closed
+        # the thread ends behind its time, and so does what it made until then
+        with contextlib.suppress(RuntimeError, TooLong):  # the loop was closed
+            with time_limit(seconds):
+                outcome = _outcome(call)
             loop.call_soon_threadsafe(settle, *outcome)
 
-    thread = threading.Thread(target=run, daemon=True, name="tool")
-    thread.start()
-    try:
-        return await _within(seconds, future)
-    finally:
-        with ending:
-            if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped)
-                )
+    threading.Thread(target=run, daemon=True, name="tool").start()
+    return await _within(seconds, future)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """What a call gives, or raises, as a future takes it."""
     try:
         return call(), None
-    except _Stopped:
+    except TooLong:
         raise
     except StopIteration as problem:
         return None, RuntimeError(f"StopIteration: {problem}")

@@ -37,7 +37,7 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import Workload
 from workbench.placement.role_model import RoleModel, held_bytes, matrices
 from workbench.settings.layout import Layout
-from workbench.support.validation import at_least, check_fields
+from workbench.support.validation import NonNegativeFloat, check_fields
 
 OPTIMIZER_BYTES = 28  # Adam, a weight: gradient, weight and two moments are read, and the last three written, in fp32
 COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32 beside their offsets
@@ -67,15 +67,13 @@ class Constants:
     """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
     fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
 
-    passes: float = 1.06
-    decoding: float = 1.81
-    links: float = 1.01
-    calls: float = 0.021
+    passes: NonNegativeFloat = 1.06
+    decoding: NonNegativeFloat = 1.81
+    links: NonNegativeFloat = 1.01
+    calls: NonNegativeFloat = 0.021
 
     def __post_init__(self) -> None:
         check_fields(self, "Constants.")
-        for one in fields(self):
-            at_least(f"Constants.{one.name}", getattr(self, one.name), 0)
 
     def seconds(self, terms: Terms) -> float:
         return sum(map(operator.mul, _values(self), _values(terms)))

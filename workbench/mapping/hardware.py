@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.support.validation import at_least, check_fields, whole
+from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt, check_fields
 
 GIB = 2**30
 
@@ -39,22 +40,17 @@ class ProductRates:
     attention. launch_s: seconds of a product of no size. tiles: whether results are cut into tiles.
     """
 
-    units: int = 1
-    share: float = 1.0
-    edge: float = 0.0
-    memory_share: float = 1.0
-    stream_share: float = 1.0
-    attention_share: float = 1.0
-    launch_s: float = 0.0
+    units: PositiveInt = 1
+    share: PositiveFloat = 1.0
+    edge: NonNegativeFloat = 0.0
+    memory_share: PositiveFloat = 1.0
+    stream_share: PositiveFloat = 1.0
+    attention_share: PositiveFloat = 1.0
+    launch_s: NonNegativeFloat = 0.0
     tiles: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "ProductRates.")
-        whole("ProductRates.units", self.units, 1)
-        for name in ("share", "memory_share", "stream_share", "attention_share"):
-            at_least(f"ProductRates.{name}", getattr(self, name), 0, strictly=True)
-        for name in ("edge", "launch_s"):
-            at_least(f"ProductRates.{name}", getattr(self, name), 0)
 
     def seconds(self, m: int, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
         """Of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
@@ -103,37 +99,24 @@ class Hardware:
     """
 
     name: str
-    devices_per_machine: int
-    memory_bytes: int
-    matrix_flop_s: Mapping[str, float]
-    memory_bytes_s: float
-    inside_bytes_s: float
-    machine_bytes_s: float
+    devices_per_machine: PositiveInt
+    memory_bytes: PositiveInt
+    matrix_flop_s: Annotated[Mapping[str, PositiveFloat], Field(min_length=1)]
+    memory_bytes_s: PositiveFloat
+    inside_bytes_s: PositiveFloat
+    machine_bytes_s: PositiveFloat
     products: ProductRates = field(default_factory=ProductRates)
-    load_bytes_s: float = 2.7e9
-    host_bytes_s: float = 25e9
-    inside_latency_s: float = 4e-6
-    between_latency_s: float = 25e-6
+    load_bytes_s: PositiveFloat = 2.7e9
+    host_bytes_s: PositiveFloat = 25e9
+    inside_latency_s: NonNegativeFloat = 4e-6
+    between_latency_s: NonNegativeFloat = 25e-6
     runs_ahead: bool = True
-    layer_start_s: float = 7e-5
-    usable: float = 0.92
+    layer_start_s: NonNegativeFloat = 7e-5
+    usable: Annotated[Number, Field(gt=0, le=1)] = 0.92
     cores: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "Hardware.")
-        whole("Hardware.devices_per_machine", self.devices_per_machine, 1)
-        for name in ("memory_bytes", "memory_bytes_s", "inside_bytes_s", "machine_bytes_s", "load_bytes_s",
-                     "host_bytes_s", "usable"):  # fmt: skip
-            at_least(f"Hardware.{name}", getattr(self, name), 0, strictly=True)
-        for name in ("inside_latency_s", "between_latency_s", "layer_start_s"):
-            at_least(f"Hardware.{name}", getattr(self, name), 0)
-        if self.usable > 1:
-            raise BadInput(f"Hardware.usable={self.usable}", "a share of the memory is at most 1", "write 0.92")
-        if not self.matrix_flop_s:
-            raise BadInput("Hardware.matrix_flop_s={}", "a rate for each dtype that is used",
-                           'write {"bfloat16": 312e12, "float32": 19.5e12}')  # fmt: skip
-        for dtype, rate in self.matrix_flop_s.items():
-            at_least(f"Hardware.matrix_flop_s[{dtype!r}]", rate, 0, strictly=True)
 
     def flop_s(self, dtype: str) -> float:
         """Peak rate of one device in a dtype. `BadInput` where none is given."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants, Terms
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
@@ -34,7 +33,6 @@ def predict(
     """The plan of a placement, also of one that does not fit, which it says (`Plan.fits`): a cache without room for a
     row is taken to hold one. The rest as of `search`; t_g: tensor ranks of generation. Raises `BadInput` for roles
     without a pool."""
-    check_placement(placement)
     constants, hardware = constants or Constants(), hardware_of(hardware)
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
     workload = workload.with_models(models)
@@ -69,13 +67,6 @@ def _sharing_cores(one: SetPlan, sets: Sequence[SetPlan], hardware: Hardware) ->
                                                seconds=call.seconds * by[call.stage]) for call in role.calls))
              for role in one.roles]  # fmt: skip
     return replace(one, roles=tuple(roles))
-
-
-def check_placement(placement: object) -> None:
-    """Raise `BadInput` for anything else."""
-    if not isinstance(placement, Placement):
-        remedy = "write wb.Placement.split(4), or .of({...}); names are for search(placement=...)"
-        raise BadInput(f"placement {shown(placement)}", "must be a Placement", remedy)
 
 
 def set_plan(

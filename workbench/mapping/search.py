@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from workbench.errors import BadInput
-from workbench.errors.plain_text import shown
 from workbench.mapping.costs import Constants
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
@@ -43,9 +42,10 @@ from workbench.mapping.predict import set_plan, transfers
 from workbench.mapping.refusal import nothing_fits
 from workbench.mapping.workload import Workload, role_models
 from workbench.placement.role_model import RoleModel
+from workbench.settings.engines import SyncStrategy
 from workbench.settings.roles import ROLLOUT
 from workbench.support.checked_calls import checked_call
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import PositiveInt
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,18 +72,18 @@ _Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...
 def search(
     models: Mapping[str, Any],
     *,
-    devices: int,
+    devices: PositiveInt,
     hardware: str | Hardware = "a100-80g",
     workload: Workload | str = "ppo",
     placement: Named = "auto",
-    granularity: int | None = None,
-    strategy: str = "hybridflow",
-    t_g: int | None = None,
+    granularity: PositiveInt | None = None,
+    strategy: SyncStrategy = "hybridflow",
+    t_g: PositiveInt | None = None,
     by_call: bool = False,
     uncalled: bool = False,
     dependencies: bool = False,
     constants: Constants | None = None,
-    top: int | None = None,
+    top: PositiveInt | None = None,
 ) -> Plans:
     """The plans for these models on so many devices, the quickest first: the best of each partition of the roles.
 
@@ -102,15 +102,7 @@ def search(
 
     Raises `BadInput`, before anything is searched, for what does not go together; where nothing fits, with the bytes.
     """
-    whole("devices", devices, 1)
-    for name, number in {"granularity": granularity, "top": top, "t_g": t_g}.items():
-        if number is not None:
-            whole(name, number, 1)
-    one_of("placement", placement, ("auto", "colocate", "split", "standalone"))
-    one_of("strategy", strategy, ("hybridflow", "v", "full"))
     workload = workload if isinstance(workload, Workload) else Workload(algorithm=workload)
-    if not isinstance(models, Mapping):
-        raise BadInput(f"models={shown(models)}", "a model for each role", 'write {"actor": "llama-7b", ...}')
     machine, constants = hardware_of(hardware), constants or Constants()
     machine.flop_s(workload.dtype)
     workload = workload.with_models(models)

@@ -10,7 +10,6 @@ import pandas as pd
 
 from workbench.display.html import seconds_text
 from workbench.display.timeline import Timeline, timeline
-from workbench.errors import BadInput
 from workbench.mapping.plan import CallPlan, Plan, RolePlan
 from workbench.mapping.workload import STAGES
 from workbench.support.checked_calls import checked_call
@@ -62,8 +61,6 @@ def simulate(plan: Plan, *, barriers: bool = False) -> Simulation:
 
     Of a set with many devices, the first are drawn: all of them do the same.
     """
-    if not isinstance(plan, Plan):
-        raise BadInput(f"simulate({type(plan).__name__})", "one plan is simulated", "take plans.best, or plans[n]")
     ends: dict[str, float] = {}
     free = [0.0] * len(plan.sets)
     stage_end = dict.fromkeys(STAGES, 0.0)

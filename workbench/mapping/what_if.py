@@ -20,7 +20,7 @@ from workbench.mapping.plan import Plan, Plans, describe
 from workbench.mapping.search import search
 from workbench.mapping.workload import SIZES, Workload
 from workbench.support.checked_calls import checked_call
-from workbench.support.validation import one_of, whole
+from workbench.support.validation import PositiveInt, one_of
 
 if TYPE_CHECKING:
     from workbench_widgets.what_if import WhatIf
@@ -36,7 +36,7 @@ Point = tuple[Any, ...]  # a value of each axis
 
 
 @checked_call("wb.mapping.what_if")
-def what_if(models: Mapping[str, Any], *, devices: int = 64, hardware: str | Hardware = "a100-80g",
+def what_if(models: Mapping[str, Any], *, devices: PositiveInt = 64, hardware: str | Hardware = "a100-80g",
             workload: Workload | str = "ppo", across: str = "devices", up: str = "response_tokens"
             ) -> WhatIf:  # fmt: skip
     """Sliders for devices, link speed, response length and model size; the best plan where they are, and a map of which
@@ -46,7 +46,6 @@ def what_if(models: Mapping[str, Any], *, devices: int = 64, hardware: str | Har
     "devices", "link_speed" (times the bandwidths of all links), "response_tokens", "model". Raises `BadInput` as
     `search` does, but where nothing fits, which the map says; `MissingDependency` without the extra "notebook".
     """
-    whole("devices", devices)
     one_of("across", across, tuple(AXES))
     one_of("up", up, tuple(axis for axis in AXES if axis != across))
     work = workload if isinstance(workload, Workload) else Workload(algorithm=workload)

@@ -7,7 +7,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from workbench.errors import BadInput, ModelUnavailable
 from workbench.errors.plain_text import shown
@@ -15,7 +17,15 @@ from workbench.models.dense_config import DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.roles import ROLLOUT, TRAINED_ROLES, check_role
 from workbench.settings.training import Training
-from workbench.support.validation import at_least, check_fields, one_of, whole
+from workbench.support.validation import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    Rule,
+    check_fields,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,40 +103,27 @@ class Workload:
     """
 
     algorithm: str = "ppo"
-    prompt_tokens: int = 1024
-    response_tokens: int | Sequence[int] = 1024
-    rows: int = 1024
-    updates: int = 8
-    epochs: int = 1
-    dtype: str = "bfloat16"
+    prompt_tokens: PositiveInt = 1024
+    response_tokens: PositiveInt | Annotated[Sequence[PositiveInt], Field(min_length=1)] = 1024
+    rows: PositiveInt = 1024
+    updates: PositiveInt = 8
+    epochs: PositiveInt = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     training: Training = field(
         default_factory=lambda: Training(engine="torch", micro_batch_tokens=4096, activation_checkpointing=True)
     )
     calls: tuple[Call, ...] = ()
     engine: Literal["cluster", "workbench"] = "cluster"
-    ahead: int = 0
+    ahead: NonNegativeInt = 0
     take_turns: bool = False
-    between_s: float = 0.0
-    sync_share: float = 1.0
+    between_s: NonNegativeFloat = 0.0
+    sync_share: Annotated[Number, Field(ge=0, le=1), Rule("a share, 0 to 1", "write 0.01 for 1 %")] = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, "Workload.")
-        for name in ("prompt_tokens", "rows", "updates", "epochs"):
-            whole(f"Workload.{name}", getattr(self, name), 1)
-        whole("Workload.ahead", self.ahead, 0)
-        at_least("Workload.between_s", self.between_s, 0)
-        at_least("Workload.sync_share", self.sync_share, 0)
-        if self.sync_share > 1:
-            raise BadInput(f"Workload.sync_share={self.sync_share:g}", "a share, 0 to 1", "write 0.01 for 1 %")
-        if not self.lengths:
-            raise BadInput("Workload.response_tokens=[]", "a length, or a sample of lengths", "write 1024")
-        for length in self.lengths:
-            whole("Workload.response_tokens", length, 1)
         if self.rows < self.updates:
             raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update takes a row or more",
                            "take more rows, or fewer updates")  # fmt: skip
-        one_of("Workload.engine", self.engine, ("cluster", "workbench"))
-        one_of("Workload.dtype", self.dtype, ("bfloat16", "float32"))
         names = [call.name for call in self.calls]
         for call in self.calls:
             one_of(f"Call {call.name!r}: kind", call.kind, tuple(STAGE_OF))

@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import said, shown
 from workbench.models.control_tokens import unmarked
+from workbench.support.time_limit import TooLong, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TIMEOUT_S = 10.0
-TICK_S = 0.25
-
-
-class TooLong(BaseException):
-    """Raised in a thread that is past its time: no `except Exception` of the code that runs there catches it."""
-
-
-class _TimeLimit:
-    """Of Python code in this process. What does not come back to Python, such as one power of huge numbers, it cannot
-    stop. One thread watches, so that a limit costs a microsecond."""
-
-    def __init__(self) -> None:
-        self._deadlines: dict[int, float] = {}
-        self._passed: set[int] = set()
-        self._changing, self._used = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @contextlib.contextmanager
-    def __call__(self, seconds: float) -> Iterator[None]:
-        """Inside, `TooLong` is raised in this thread after so many seconds."""
-        thread = threading.get_ident()
-        with self._changing:
-            self._deadlines[thread] = time.monotonic() + seconds
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="time limit of chat templates")
-                self._thread.start()
-        self._used.set()
-        try:
-            yield
-        finally:
-            with self._changing:
-                self._deadlines.pop(thread, None)
-                late = thread in self._passed
-                self._passed.discard(thread)
-            for _ in range(1000 * late):  # what has not been raised yet is raised at a jump backwards, and not later
-                pass
-
-    def _watch(self) -> None:
-        while True:
-            self._used.wait()
-            time.sleep(TICK_S)
-            with self._changing:
-                now_s = time.monotonic()
-                for thread in [thread for thread, end_s in self._deadlines.items() if now_s > end_s]:
-                    del self._deadlines[thread]
-                    self._passed.add(thread)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
-                if not self._deadlines:
-                    self._used.clear()
-
-
-_time_limit = _TimeLimit()
 
 
 def rendered(
@@ -88,7 +33,7 @@ def rendered(
     """
     name = tokenizer.name_or_path
     try:
-        with _time_limit(TIMEOUT_S):
+        with time_limit(TIMEOUT_S):
             return str(
                 tokenizer.apply_chat_template(
                     list(messages),  # type: ignore[arg-type]

@@ -87,8 +87,14 @@ class PackedModule(nn.Module):
         hidden: Tensor = output.last_hidden_state[attention_mask.bool()]
         return hidden
 
+    def forward(
+        self, input_ids: Tensor, lengths: Sequence[int], *read: Any, after: Sequence[int] = (), **asked: Any
+    ) -> Any:
+        """What `read` gives of [T] tokens, S sequences of these `lengths` end to end. after: see `hidden_states`."""
+        return self.read(self.hidden_states(input_ids, lengths, after), *read, **asked)
+
     def read(self, hidden: Tensor, positions: Tensor, **asked: Any) -> Any:
-        """What `forward` gives, from hidden states [T, hidden]."""
+        """What the head gives at `positions` [N] of the T hidden states [T, hidden]."""
         raise NotImplementedError
 
     def unread(self, positions: Tensor, **asked: Any) -> Any:
@@ -132,30 +138,6 @@ class TokenLogProbs(PackedModule):
             compute_in_float32(model)
         self.padded_because = use_packing(model)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        lengths: Sequence[int],
-        positions: Tensor,
-        targets: Tensor,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        after: Sequence[int] = (),
-        reader: LogitsReader | None = None,
-        with_hidden: bool = False,
-        sets: TokenSets | None = None,
-    ) -> Any:
-        """(log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, what it reads [N, width].
-        with_hidden: two more, the hidden states [N, hidden] at the positions, and `each_logits` for them.
-
-        input_ids: [T], S sequences of these `lengths` end to end. positions, targets: [N]; the hidden state at
-        `positions[n]` of the T predicts `targets[n]`, the token after it. after: see `hidden_states`. sets: of
-        tokens that have a probability at each of the N; None: all have. Values with and without grad are equal to the
-        last bit.
-        """
-        hidden = self.hidden_states(input_ids, lengths, after)
-        return self.read(hidden, positions, targets, temperature, with_entropy, reader, with_hidden, sets)
-
     def get_backbone(self) -> PreTrainedModel:
         return self.model.base_model
 
@@ -173,6 +155,13 @@ class TokenLogProbs(PackedModule):
         with_hidden: bool = False,
         sets: TokenSets | None = None,
     ) -> Any:
+        """(log-probabilities, entropies or None), each fp32 [N], in nats; with a reader, what it reads [N, width].
+        with_hidden: two more, the hidden states [N, hidden] at the positions, and `each_logits` for them.
+
+        targets: [N]; the hidden state at `positions[n]` of the T predicts `targets[n]`, the token after it. sets: of
+        tokens that have a probability at each of the N; None: all have. Values with and without grad are equal to the
+        last bit.
+        """
         if temperature <= 0:
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
@@ -212,9 +201,9 @@ class TokenLogProbs(PackedModule):
         """What a function gives for logits / temperature [n, V], fp32, and the place of these n among the N hidden
         states [N, hidden]: called for one part after another, and again in the backward pass.
 
-        autocast: in which the head computes. sets: of tokens that have a probability, see `forward`; the logits of
+        autocast: in which the head computes. sets: of tokens that have a probability, see `read`; the logits of
         others are `IMPOSSIBLE`. numbers [N]: which of the sets are those of the hidden states; None: all, in order. As
-        in `forward`, each rank must call it equally often where the head's weight is sharded.
+        in `read`, each rank must call it equally often where the head's weight is sharded.
         """
         calls = self._calls(len(hidden))
         cuts = hidden.tensor_split(calls)
@@ -297,19 +286,11 @@ class TokenValues(PackedModule):
             with torch.no_grad():
                 self.score.weight.copy_(drawn / (hidden_size + 1) ** 0.5)
 
-    def forward(
-        self, input_ids: Tensor, lengths: Sequence[int], positions: Tensor, after: Sequence[int] = ()
-    ) -> Tensor:
-        """Values, fp32 [N], read at `positions` [N] of the tokens [T] of sequences of these `lengths` end to end.
-
-        after: see `hidden_states`.
-        """
-        return self.read(self.hidden_states(input_ids, lengths, after), positions)
-
     def get_backbone(self) -> PreTrainedModel:
         return self.backbone
 
     def read(self, hidden: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        """Values, fp32 [N]."""
         return cast(Tensor, self.score(hidden.index_select(0, positions))).squeeze(-1) - self.shift
 
     def unread(self, positions: Tensor) -> Tensor:  # type: ignore[override]

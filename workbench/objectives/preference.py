@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from workbench.objectives.arguments import full, same_shape, within
-from workbench.support.intervals import wilson_bounds
 from workbench.support.validation import at_least
 
 # ORPO takes a mean token probability above this as this: the odds of 1 are infinite.
 MOST_PROBABLE = 1 - 1e-6
-CONFIDENCE_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
 def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None = None) -> Tensor:
@@ -189,15 +187,3 @@ def kto_loss(
         undesirable_weight * torch.sigmoid(-beta * (kl - ratio_B)),
     )
     return loss_B, beta * ratio_B.detach()
-
-
-def binomial_interval(successes: float, trials: float, deviations: float = CONFIDENCE_95) -> tuple[float, float]:
-    """Bounds of a success rate of which `successes` of `trials` were seen; by default they hold it with 95 %.
-
-    Wilson's score interval (1927, https://doi.org/10.1080/01621459.1927.10502953): it stays within [0, 1] and is right
-    for few trials and for rates near 0 and 1. Raises `BadInput` unless 0 <= successes <= trials and trials >= 1.
-    """
-    within("trials", trials, 1)
-    within("successes", successes, 0, trials)
-    low, high = wilson_bounds(successes, trials, deviations)
-    return max(0.0, low), min(1.0, high)

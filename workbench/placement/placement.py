@@ -12,7 +12,7 @@ from workbench.errors.plain_text import shown
 from workbench.settings.layout import Layout
 from workbench.settings.roles import ENVIRONMENT, ROLES, ROLLOUT, check_role
 from workbench.support.checked_calls import checks_calls
-from workbench.support.validation import Rule, check_fields, whole
+from workbench.support.validation import PositiveInt, Rule, check_fields, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -236,14 +236,13 @@ class Placement:
         self.pool_of(role)
         return Placement(self._every, {**self.layouts, role: layout})
 
-    def with_devices(self, pool: str, devices: int) -> Placement:
+    def with_devices(self, pool: str, devices: PositiveInt) -> Placement:
         """This placement with a pool of another size. Layouts keep their p and t, where these still divide it."""
         known = {other.name: other for other in self._every}
         if pool not in known:
             raise BadInput(
                 f"with_devices({pool!r}, {devices})", f"the pools are {', '.join(known)}", "name one of these"
             )
-        whole("devices", devices, 1)
         pools = tuple(replace(other, devices=devices) if other.name == pool else other for other in self._every)
         layouts = dict(self._layouts)
         for role in known[pool].roles:

@@ -173,9 +173,9 @@ class ZeroSync(Reshard):
 
 
 STRATEGIES: dict[str, type[Transition]] = {
-    "full": FullGather,
-    "v": ModelParallelGather,
     "hybridflow": MicroGroupGather,
+    "v": ModelParallelGather,
+    "full": FullGather,
 }
 
 

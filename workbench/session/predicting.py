@@ -16,7 +16,7 @@ from workbench.mapping.costs import Constants, Sample, Terms, fit, spread
 from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, gap_of, ranked
-from workbench.mapping.predict import check_placement, predict
+from workbench.mapping.predict import predict
 from workbench.mapping.search import search
 from workbench.mapping.simulate import simulate
 from workbench.mapping.workload import Workload
@@ -179,7 +179,6 @@ class Predictor:
         """
         known = self._need_calibration()
         placed = self._hosts.placement if placement is None else placement
-        check_placement(placed)
         placed = placed.restrict(role for role in (*self._hosts.placement.roles, ROLLOUT) if role in placed.roles)
         plan = self._plan(placed, self._workload(self._whose(algorithm)), known, staleness)
         return Prediction(plan, known.constants, known.measured.get(str(placed), {}))

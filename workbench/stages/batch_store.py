@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from workbench.stages.group import Groups
 from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.stage import group_pulls
 from workbench.support.validation import NonNegativeFloat, NonNegativeInt, Number, checked
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 
 class BatchStore:
@@ -51,14 +48,12 @@ class BatchStore:
         """Whether what is made now is of a loop, over iterations or over stages, and not of a cell."""
         return self.looping or self.iterating
 
-    def put(
-        self, table: Table | TensorDict, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook"
-    ) -> Batch:
+    def put(self, table: Table, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
         """A batch from columns made here: they go to the first host of the actor's pool
         (without an actor, of the first role's that has a model).
 
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives); or a TensorDict. meta: plain values that travel along, such as the sampling temperature.
+        `Batch.fetch` gives). meta: plain values that travel along, such as the sampling temperature.
         """
         found, where = _as_table(table), "put()" if owner == "notebook" else owner
         meta = _as_meta(meta, where)
@@ -191,18 +186,13 @@ def _as_table(table: Any) -> Table:
     if hasattr(table, "to_dict") and hasattr(table, "columns"):
         raise BadInput(
             f"put({type(table).__name__})",
-            "a table is a dict of columns, or a TensorDict",
+            "a table is a dict of columns",
             "write {'rewards': torch.tensor(df['rewards'].to_numpy()), 'text': df['text'].tolist()}; token ids are "
             "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
         )
-    if not isinstance(table, Mapping) and not hasattr(table, "batch_size"):
-        raise BadInput(f"put({shown(table)})", "a table is a dict of columns, or a TensorDict", "put({'rewards': ...})")
-    if isinstance(table, Mapping):
-        found: Table = dict(table)
-    else:
-        from workbench.batches.columns import from_tensordict
-
-        found = from_tensordict(table)
+    if not isinstance(table, Mapping):
+        raise BadInput(f"put({shown(table)})", "a table is a dict of columns", "put({'rewards': ...})")
+    found: Table = dict(table)
     for name, column in found.items():
         check_form(name, column, BadInput, "put(): ")
     return found

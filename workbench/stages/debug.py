@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,7 +26,6 @@ from workbench.models.spec import Model
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import state_of
 from workbench.support.calls.sessions import in_place
-from workbench.support.validation import one_of
 from workbench.workers.host import Host
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.role_state import RankState, RoleMove
@@ -122,7 +121,7 @@ class Failures:
 # --- lab.debug() ----------------------------------------------------------------------------------------------------
 
 
-def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = None) -> Any:
+def debug(runner: StageRunner, *, rank: int | None = None, device: Literal["cpu", "cuda"] | None = None) -> Any:
     """Run the last stage that failed again, in this kernel, where `breakpoint()`, `%debug` and pdb work.
 
     A worker of the role is made here, takes the state of the live one (weights, moments, step count, random state;
@@ -140,7 +139,6 @@ def debug(runner: StageRunner, *, rank: int | None = None, device: str | None = 
     """
     failed = runner.failures.last()
     runner.check_driver()
-    one_of("device", device, (None, "cpu", "cuda"))
     rank = (failed.ranks or (0,))[0] if rank is None else rank
     if rank not in range(len(failed.calls)):
         raise BadInput(f"rank={rank}", f"{failed.role}.{failed.stage} ran on ranks 0 to {len(failed.calls) - 1}")

@@ -7,8 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 N = TypeVar("N", bound=Any)  # a number, or an array of them
 LEVEL = 0.95
+DEVIATIONS = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
 def clustered_half_width(totals: Sequence[float], counts: Sequence[float], level: float = LEVEL) -> float:
@@ -32,16 +35,16 @@ def clustered_half_width(totals: Sequence[float], counts: Sequence[float], level
     return student_quantile((1 + level) / 2, clusters - 1) * math.sqrt(clusters / (clusters - 1) * squares) / whole
 
 
-def wilson_bounds(successes: N, trials: N, deviations: float) -> tuple[N, N]:
-    """Wilson's score interval of rates (1927, https://doi.org/10.1080/01621459.1927.10502953), numbers or arrays of
-    them; trials: at least 1. By rounding a bound may lie outside of [0, 1] by the last bits.
+def wilson_bounds(successes: N, trials: N) -> tuple[N, N]:
+    """The 95 % interval of rates, numbers or arrays of them, of which `successes` of `trials`, at least 1, were seen.
 
-    deviations: standard deviations of a normal distribution on each side.
+    Wilson's score interval (1927, https://doi.org/10.1080/01621459.1927.10502953): it stays within [0, 1] and is right
+    for few trials and for rates near 0 and 1.
     """
-    rate, z2 = successes / trials, deviations**2
+    rate, z2 = successes / trials, DEVIATIONS**2
     middle = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = deviations / (1 + z2 / trials) * (rate * (1 - rate) / trials + z2 / (4 * trials**2)) ** 0.5
-    return middle - half, middle + half
+    half = DEVIATIONS / (1 + z2 / trials) * (rate * (1 - rate) / trials + z2 / (4 * trials**2)) ** 0.5
+    return np.clip(middle - half, 0, 1), np.clip(middle + half, 0, 1)  # but for rounding it lies there
 
 
 @functools.cache

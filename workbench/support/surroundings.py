@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,24 +54,3 @@ def take_over(changes: Mapping[str, Any]) -> None:
             os.chdir(changes["folder"])
     gone = changes.get("removed", ())
     sys.path[:] = [*changes.get("added", ()), *(entry for entry in sys.path if entry not in gone)]
-
-
-@contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Inside, what is written to descriptor 2 is held back: written out where the body raises, else dropped.
-
-    A compiler that the body starts writes there. `contextlib.redirect_stderr` would not hold it back, and in a Jupyter
-    kernel `sys.stderr.fileno()` is another descriptor.
-    """
-    with tempfile.TemporaryFile() as held:
-        stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(stderr, held.read())
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+import psutil
 
 from workbench.telemetry.spans import Span, Transfer, TransferKind, check_kind
 from workbench.telemetry.syncs import OpenSync, Sync, SyncEvent
@@ -25,77 +27,51 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-class Gauge(Protocol):
-    """A high-water mark that can be read and set back to the present use."""
+class Gauge(NamedTuple):
+    """A high-water mark. peak_bytes: the highest use since the last `reset`, which sets the mark to the present use."""
 
-    def peak_bytes(self) -> int:
-        """Highest use since the last `reset`."""
-
-    def reset(self) -> None:
-        """Set the mark to the present use."""
+    peak_bytes: Callable[[], int]
+    reset: Callable[[], object]
 
 
-class CudaGauge:
-    """torch's allocator: most bytes in live tensors on the current CUDA device. Engines with an allocator of their
-    own, and the CUDA context, are outside it."""
+def _cuda_peak_bytes() -> int:
+    import torch
 
-    def peak_bytes(self) -> int:
-        import torch
-
-        return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call,unused-ignore]
-
-    def reset(self) -> None:
-        import torch
-
-        # measuring must not be what starts CUDA
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
-            torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call,unused-ignore]
 
 
-class LinuxGauge:
-    """The kernel's own mark of the resident set (VmHWM), set back by writing 5 to `clear_refs` (Linux manual, proc(5)).
+def _reset_cuda_peak() -> None:
+    import torch
 
-    A true peak of the whole process. Reading takes about 25 us and resetting 150 us.
-    """
-
-    def peak_bytes(self) -> int:
-        with _STATUS.open() as lines:
-            for line in lines:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return 0
-
-    def reset(self) -> None:
-        _CLEAR_REFS.write_text("5")
+    # measuring must not be what starts CUDA
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
+        torch.cuda.reset_peak_memory_stats()
 
 
-class SampledGauge:
-    """Where the mark cannot be reset: the resident set now. A peak between two samples goes unseen."""
+def _resident_peak_bytes() -> int:
+    with _STATUS.open() as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
-    def __init__(self) -> None:
-        import psutil
 
-        self._process = psutil.Process()
-
-    def peak_bytes(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def reset(self) -> None:
-        pass
+# torch's allocator: most bytes in live tensors on the current CUDA device. Engines with an allocator of their own, and
+# the CUDA context, are outside it.
+CUDA = Gauge(_cuda_peak_bytes, _reset_cuda_peak)
+# The kernel's own mark of the resident set (VmHWM), set back by writing 5 to `clear_refs` (Linux manual, proc(5)): a
+# true peak of the whole process. Reading takes about 25 us and resetting 150 us.
+LINUX = Gauge(_resident_peak_bytes, lambda: _CLEAR_REFS.write_text("5"))
+# Where the mark cannot be reset: the resident set now. A peak between two samples goes unseen.
+SAMPLED = Gauge(lambda: int(psutil.Process().memory_info().rss), lambda: None)
 
 
 def gauge(device: str) -> Gauge:
     """The best gauge for work on `device` ("cuda:0", "cpu:1"): CUDA's allocator on a GPU, else the resident set."""
     if device.startswith("cuda"):
-        return CudaGauge()
-    linux = LinuxGauge()
-    try:
-        linux.reset()
-        if linux.peak_bytes():
-            return linux
-    except OSError:  # not Linux, or a container that forbids it
-        pass
-    return SampledGauge()
+        return CUDA
+    with suppress(OSError):  # not Linux, or a container that forbids it
+        LINUX.reset()
+        if LINUX.peak_bytes():
+            return LINUX
+    return SAMPLED
 
 
 class PeakMeter:

@@ -104,7 +104,7 @@ class MicroBatch:
         **asked: bool,
     ) -> dict[str, Any]:
         """Its inputs, asking for the log-probabilities of its targets. sets: of some rows, see `SamplingMask`. asked:
-        more, see `TokenLogProbs.forward`."""
+        more, see `TokenLogProbs.read`."""
         own: dict[str, Any] = {"targets": self.targets, "temperature": temperature, "with_entropy": with_entropy}
         if sets is not None:
             own["sets"] = sets(self.index)

@@ -354,7 +354,7 @@ class Logits:
 def of_model(
     micro: MicroBatch, mask: Ragged, asked: Collection[str], hidden_N: Tensor, each_logits: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """What a loss asks for of OF_MODEL. hidden_N, each_logits: as `TokenLogProbs.forward` gives them for a micro-batch,
+    """What a loss asks for of OF_MODEL. hidden_N, each_logits: as `TokenLogProbs.read` gives them for a micro-batch,
     N response tokens."""
     number_BR = micro.to_BR(torch.arange(len(hidden_N), device=hidden_N.device)).flatten()
 

@@ -224,21 +224,20 @@ class WeightTransition:
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
         """The part of the trained slice that this rank has in the plan: all of it, or a flat part."""
         mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
-        assert mine is not None
-        assert source is not None
-        if mine == source:
-            return tensor
-        part = torch.empty(source.shape, dtype=tensor.dtype, device=tensor.device)
-        fill(part, source, tensor, mine)
-        return part
+        return _laid_out(tensor, mine, source)
 
     def _whole(self, weight: Weight, shard: Tensor) -> Tensor:
-        needed = self.plan.destination.shard(weight, self._rank)
-        assert needed is not None
         rows, columns = weight.matrix
         whole = WeightShard(((0, rows, 0, columns),), weight.shape)
-        if needed == whole:
-            return shard
-        tensor = torch.empty(weight.shape, dtype=shard.dtype, device=shard.device)
-        fill(tensor, whole, shard, needed)
+        return _laid_out(shard, self.plan.destination.shard(weight, self._rank), whole)
+
+
+def _laid_out(tensor: Tensor, mine: WeightShard | None, wanted: WeightShard | None) -> Tensor:
+    """A tensor that is the shard `mine` as the shard `wanted`, with what both have written."""
+    assert mine is not None
+    assert wanted is not None
+    if mine == wanted:
         return tensor
+    result = torch.empty(wanted.shape, dtype=tensor.dtype, device=tensor.device)
+    fill(result, wanted, tensor, mine)
+    return result

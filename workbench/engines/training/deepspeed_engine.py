@@ -46,7 +46,6 @@ from workbench.models.heads import PackedModule
 from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.layout import Layout
 from workbench.settings.training import Training
-from workbench.support.surroundings import quiet_stderr
 from workbench.telemetry import span
 
 
@@ -398,10 +397,9 @@ def _import_deepspeed() -> Any:
     # DeepSpeed's collectives have not followed torch's renaming; its bf16 optimizer prints memory use unasked.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     bf16_optimizer.see_memory_usage = lambda message, force=False: None
-    # An operator for tensor-parallel inference on CPU, which nothing here calls; building it needs a compiler and 10 s.
-    # Asked for the first time, the table tries to link libraries of other operators, and the linker complains.
-    with quiet_stderr():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It is read for one operator, of tensor-parallel inference on CPU, which nothing here calls; building that needs a
+    # compiler and 10 s. To fill the table DeepSpeed tries to link libraries, and the linker complains.
+    deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
 

@@ -35,7 +35,7 @@ from workbench.session.position import Position
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
 from workbench.support.files import new_or_empty, path_of, real_path, write_bytes
-from workbench.support.validation import at_least, whole
+from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.role_state import RoleFiles
 
 ANSWER_S = 60.0  # how long an error waits until hosts have closed the files
@@ -107,7 +107,7 @@ class Checkpoints:
         return saved
 
     def autosave(
-        self, every: int | None = 1, *, minutes: float | None = None, keep: int = 2,
+        self, every: PositiveInt | None = 1, *, minutes: PositiveFloat | None = None, keep: PositiveInt = 2,
         folder: str | Path | None = None, models: bool = False,
     ) -> None:  # fmt: skip
         """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
@@ -121,11 +121,6 @@ class Checkpoints:
         if every is None and minutes is None:
             self.automatic = None
             return
-        if every is not None:
-            whole("autosave(every)", every, 1)
-        if minutes is not None:
-            at_least("autosave(minutes)", minutes, 0, strictly=True)
-        whole("autosave(keep)", keep, 1)
         where = self._runner.hosts.run_folder / AUTOMATIC if folder is None else real_path(folder, "autosave(folder)")
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 

@@ -22,7 +22,8 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import row_stage, update_stage
 from workbench.messages.shards import Shard
 from workbench.models.packing import to_device
-from workbench.objectives.preference import binomial_interval, dpo_loss, ipo_loss, kto_loss, orpo_loss
+from workbench.objectives.preference import dpo_loss, ipo_loss, kto_loss, orpo_loss
+from workbench.support.intervals import wilson_bounds
 from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, OnDevice, minibatch_indices, on_host
 from workbench.workers.model_worker import TrainedWorker
@@ -107,7 +108,7 @@ def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metr
     right, pairs = data.all_reduce(counts).tolist()
     if not pairs:
         return {}
-    low, high = binomial_interval(right, pairs)
+    low, high = map(float, wilson_bounds(right, pairs))
     return {"accuracy/low": Mean(total=low, count=1), "accuracy/high": Mean(total=high, count=1)}
 
 
