@@ -76,7 +76,7 @@ def asked(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["take", "repeat", "filter", "concat", "rename", "drop", "join"]),
+        st.sampled_from(["take", "repeat", "filter", "shuffle", "split", "concat", "rename", "drop", "join"]),
         st.randoms(use_true_random=False),
     ),
     max_size=6,
@@ -104,6 +104,13 @@ def test_any_sequence_of_tools_is_the_same_on_plain_lists(lab: wb.Workbench, row
             batch, expected = batch.repeat(2), rows_of([i for i in range(n) for _ in range(2)], expected)
         elif step == "filter":
             batch, expected = batch.filter([i in some for i in range(n)]), rows_of(some, expected)
+        elif step == "shuffle":
+            order = batch.join(lab.put({"order": torch.arange(n)})).shuffle(number).fetch(["order"])["order"]
+            batch, expected = batch.shuffle(number), rows_of(as_lists(order), expected)
+        elif step == "split":
+            parts, cuts = batch.split(len(some)), np.array_split(np.arange(n), len(some))
+            which = random.randrange(len(parts))
+            batch, expected = parts[which], rows_of(cuts[which].tolist(), expected)
         elif step == "concat":
             other = lab.put(table_of(3, start=50))
             more = {name: as_lists(column) for name, column in table_of(3, start=50).items()}
@@ -202,7 +209,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
 def test_nothing_is_asked_of_hosts_by_index_arithmetic(lab: wb.Workbench, asked: list[Any]) -> None:
     one, two = lab.put(table_of(6)), lab.put(table_of(5, start=6))
     asked.clear()
-    batch = wb.Batch.concat([one, two]).take(np.arange(11)[::-1]).filter(np.arange(11) > 3).repeat(2).take(range(5, 10))
+    batch = wb.Batch.concat([one, two]).shuffle(1).filter(np.arange(11) > 3).repeat(2).split(3)[1]
     batch = batch.select("rewards", "values").join(batch.select("answer").rename(answer="solution")).drop("values")
     assert [method for method, _ in asked if method != "release"] == []
     assert set(batch.columns) == {"rewards", "solution"}
@@ -367,7 +374,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: b.filter([False] * 6), "keeps none"),
     (lambda b: b.filter(lambda rows: rows.rewards > 0), "without columns"),
     (lambda b: b.filter(lambda rows: rows.rewards, columns=["rewards"]), "dtype float64"),
+    (lambda b: b.split(0), "n=0"),
+    (lambda b: b.split(7), r"split\(7\) of 6 rows"),
     (lambda b: b.lengths("rewards"), "no token sequences"),
+    (lambda b: b.shuffle(-1), "seed=-1"),
     (lambda b: b.balance(0), "ranks=0"),
     (lambda b: b.balance(2, minibatches=4), "6 rows in 4 minibatches"),
     (lambda b: b.balance(4, minibatches=2), "use at least 8 rows"),

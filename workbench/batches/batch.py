@@ -13,7 +13,7 @@ from workbench.batches.handle import BatchHandle, as_array, rows_of
 from workbench.batches.location import Column, Location, balanced_shares, minibatch_rows
 from workbench.errors import BadInput
 from workbench.support.checked_calls import checks_calls
-from workbench.support.validation import Number, PositiveInt
+from workbench.support.validation import NonNegativeInt, Number, PositiveInt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +75,16 @@ class Batch(BatchHandle):
         if not mask.any():
             raise BadInput(f"a filter that keeps none of {self!r}", "a batch has at least one row")
         return self.take(np.flatnonzero(mask))
+
+    def split(self, n: PositiveInt) -> list[Batch]:
+        """n batches of consecutive rows, as equally many as can be."""
+        if n > self.rows:
+            raise BadInput(f"split({n}) of {self.rows} rows", "a batch has at least one row")
+        return [self.take(rows) for rows in np.array_split(np.arange(self.rows), n)]
+
+    def shuffle(self, seed: NonNegativeInt) -> Batch:
+        """The rows in an order that only the seed, and how many there are, decides."""
+        return self.take(np.random.default_rng(seed).permutation(self.rows))
 
     def lengths(self, column: str) -> np.ndarray:
         """Tokens of each row of a ragged column, [rows] int64; counted on the hosts, no token moves."""
