@@ -340,6 +340,7 @@ class RayBackend(Backend):
             "OMP_WAIT_POLICY": "passive",
             "THP_MEM_ALLOC_ENABLE": os.environ["THP_MEM_ALLOC_ENABLE"],
             "TOKENIZERS_PARALLELISM": "false",
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # a host takes the first GPU, and sees its own alone
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
         return {"env_vars": variables, **self._python(info)}

@@ -109,6 +109,12 @@ class PackedModule(nn.Module):
         return "packed" if self.padded_because is None else f"padded: {self.padded_because}"
 
 
+def rows_of(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Hidden states [T, hidden] at positions [N], some of them more than once, whose gradients are summed: on a GPU in
+    one order, as the ranks of a tensor group must have the same bits."""
+    return hidden[positions] if hidden.is_cuda else hidden.index_select(0, positions)
+
+
 class TokenLogProbs(PackedModule):
     """log softmax(logits / temperature) at given tokens, from a causal language model.
 
@@ -166,7 +172,7 @@ class TokenLogProbs(PackedModule):
             raise BadInput(
                 f"temperature={temperature}", "a log-probability needs more than 0", "score greedy responses with 1.0"
             )
-        hidden = hidden.index_select(0, positions)
+        hidden = rows_of(hidden, positions)
         if reader is not None:
             return self.each_logits(
                 hidden, lambda logits, places: reader(torch.log_softmax(logits, dim=-1), places), temperature
@@ -291,7 +297,7 @@ class TokenValues(PackedModule):
 
     def read(self, hidden: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """Values, fp32 [N]."""
-        return cast(Tensor, self.score(hidden.index_select(0, positions))).squeeze(-1) - self.shift
+        return cast(Tensor, self.score(rows_of(hidden, positions))).squeeze(-1) - self.shift
 
     def unread(self, positions: Tensor) -> Tensor:  # type: ignore[override]
         return torch.zeros(len(positions), device=positions.device)

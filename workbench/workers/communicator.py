@@ -252,8 +252,9 @@ def parallel_groups(layout: Layout, communicator: Communicator, recorder: Record
             group = dist.new_group(ranks, sort_ranks=False) if len(ranks) > 1 else None
             if communicator.rank in ranks:
                 made[axis] = Communicator(place, len(ranks), recorder, group, inner=axis == "tensor")
-    # NCCL wants all ranks of a group in its first call, and a pipeline's stages meet in pairs
-    made["pipeline"].all_reduce(torch.zeros(1, device=device))
+    # NCCL wants all ranks of a group in its first call: later ones may be of pairs
+    for group in (communicator, *made.values()):
+        group.all_reduce(torch.zeros(1, device=device))
     return ParallelGroups(layout=layout, **made)
 
 

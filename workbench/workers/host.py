@@ -355,7 +355,8 @@ class Host(Shards):
             worker.close()
             worker.context.calls.close()
             worker.context.leave_groups()
-        gc.collect()  # engines have reference cycles
+            del worker
+        _return_memory()
         for role, spec in dict(engines).items():
             with torch.random.fork_rng():
                 self.workers[role].change(spec)
@@ -480,5 +481,11 @@ class Host(Shards):
         self.workers.clear()
         self._shards.clear()
         if torch.cuda.is_initialized():  # inline, where the process goes on
-            gc.collect()  # engines have reference cycles
-            torch.cuda.empty_cache()
+            _return_memory()
+
+
+def _return_memory() -> None:
+    """Free what closed workers held, for those who allocate beside torch too: NCCL and vLLM."""
+    gc.collect()  # engines have reference cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

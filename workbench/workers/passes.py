@@ -353,6 +353,8 @@ class TokenBudget:
         try:
             first, second = (self._measure(lambda n=tokens: self._trial(n)) for tokens in TRIAL_TOKENS)  # type: ignore[misc]
         except torch.OutOfMemoryError:
+            if self._context.communicator.world_size > 1:  # the others are inside a collective
+                raise
             return TOKENS_STEP
         each = max(1.0, (second - first) / (large - small))
         fixed = first - each * small  # gradients among it
@@ -365,7 +367,7 @@ class TokenBudget:
         one = self._pass(tokens)
         if self._trained:
             # as many as a pipeline has under way; afterwards all is as before
-            for _ in self._engine.gradients([one] * self._context.layout.p):
+            with self._engine.whole_gradients([one] * self._context.layout.p):
                 pass
         else:
             with torch.no_grad():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -99,7 +100,8 @@ class Snapshot:
     def cut(self, wanted: Iterable[Slice]) -> list[Tensor]:
         """Each of these boxes of weights, row by row [elements], in host memory, for reading only: a box that is one
         piece of host memory already is not copied."""
-        return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
+        with self._beside_updates():
+            return _in_host_memory([view_of(*self.slices[name], box).reshape(-1) for name, box in wanted])
 
     def sent(self, wanted: Sequence[Slice], since: str) -> list[Sent]:
         """The same for who has what was published under the key `since`: patches, where that was the one before, and
@@ -118,7 +120,16 @@ class Snapshot:
 
     @torch.no_grad()
     def checksums(self, wanted: Sequence[Slice]) -> list[int]:
-        return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
+        with self._beside_updates():
+            return checksums_of([view_of(*self.slices[name], box) for name, box in wanted], wanted)
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor, _ in self.slices.values())
+
+    def _beside_updates(self) -> AbstractContextManager[Any]:
+        """On a GPU a stream that does not wait for what is computed meanwhile."""
+        return torch.cuda.stream(torch.cuda.Stream()) if self.on_gpu else nullcontext()
 
 
 def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
@@ -236,6 +247,8 @@ class WeightExchange:
         self._lock = threading.Lock()
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
+        if snapshot.on_gpu:  # it is complete before another stream reads it
+            torch.cuda.current_stream().synchronize()
         with self._lock:
             self._snapshots[key] = snapshot
 

@@ -86,7 +86,8 @@ class Context:
     def leave_groups(self) -> None:
         """Destroy the groups that were made for this layout; the pool's own stays."""
         if "groups" in self.__dict__:
-            for communicator in {self.groups.data, self.groups.tensor, self.groups.pipeline}:
+            # in one order on all ranks, which NCCL wants
+            for communicator in dict.fromkeys((self.groups.data, self.groups.tensor, self.groups.pipeline)):
                 communicator.end_group()  # type: ignore[attr-defined]
 
 

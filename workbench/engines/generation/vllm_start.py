@@ -123,11 +123,14 @@ def graph_arguments(rows: int) -> dict[str, Any]:
 
     By default vLLM records each of 50 sizes twice, as a whole and in pieces for steps that also prefill, and the pieces
     once more to measure their memory. The pieces serve steps of few tokens (512 at most), which a step that prefills
-    seldom is. FlashInfer's autotuning is for quantized layers and mixtures of experts.
+    seldom is. FlashInfer's autotuning is for quantized layers and mixtures of experts. A tensor group sums by NCCL: the
+    other ways number the GPUs of a group, and a host sees its own alone.
     """
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(rows)}
     return {
-        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(rows)},
+        "compilation_config": {**graphs, "pass_config": {"fuse_allreduce_rms": False}},
         "kernel_config": {"enable_flashinfer_autotune": False},
+        "disable_custom_all_reduce": True,
     }
 
 
@@ -181,6 +184,8 @@ def start_engine(
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
         VLLM_USE_FLASHINFER_SAMPLER="0",  # it gives no log-probabilities of what it samples from
+        VLLM_ALLREDUCE_USE_SYMM_MEM="0",  # see `graph_arguments`
+        VLLM_ALLREDUCE_USE_FLASHINFER="0",
         RANK=str(dist.get_rank()),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),

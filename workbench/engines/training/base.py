@@ -92,13 +92,13 @@ class TrainingEngine(ABC):
         names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has
         changed."""
         names = transformers_names(self.module)
-        with self._whole_gradients(passes):
+        with self.whole_gradients(passes):
             for name, parameter in self.module.named_parameters():
                 if (gradient := self._gradient(parameter)) is not None:
                     yield names.get(name, name), gradient
 
     @abstractmethod
-    def _whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
+    def whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
         """Inside, `_gradient` gives the gradients of these micro-batches, over all replicas."""
 
     @abstractmethod

@@ -181,7 +181,7 @@ class DeepSpeedEngine(TrainingEngine):
                     norms.append(squares**0.5)
         return norms
 
-    def _whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
+    def whole_gradients(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
         def compute() -> bool:
             self.load()
             self._backward(passes)

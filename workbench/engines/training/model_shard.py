@@ -234,7 +234,7 @@ class ShardedEngine(TrainingEngine):
         return {weight.name: weight.shape for weight in self._shard.weights}
 
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
-        with self._whole_gradients(passes):
+        with self.whole_gradients(passes):
             for weight in self._shard.weights:
                 held = self._shard.held.get(weight.name)
                 part = None if held is None else cast(Tensor, self._gradient(held)).float()

@@ -113,7 +113,7 @@ class TorchEngine(TrainingEngine):
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad
 
-    def _whole_gradients(self, passes: Sequence[Pass], over_replicas: bool = True) -> AbstractContextManager[None]:
+    def whole_gradients(self, passes: Sequence[Pass], over_replicas: bool = True) -> AbstractContextManager[None]:
         def compute() -> bool:
             self.load("parameters", "gradients")
             self._backward(self._scaled(passes))
@@ -126,7 +126,7 @@ class TorchEngine(TrainingEngine):
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
         norms: list[float] = []
         for micro in passes:
-            with self._whole_gradients([micro], over_replicas=False):
+            with self.whole_gradients([micro], over_replicas=False):
                 norms.append(float(self._norm()))
         return norms
 
