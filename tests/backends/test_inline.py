@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,19 @@ def test_deepspeed_works_again_after_closing_and_beside_another(
         assert train(late) == expected  # the group outlives the workbench that made it
     assert settings() == (kernel, 1)
     assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_a_closed_workbench_leaves_no_model_in_memory(tmp_path: Path, engine: str) -> None:
+    """Though DeepSpeed hooks into gradients, where the garbage collector does not look."""
+    with tiny_lab("closed", tmp_path, backend="inline", engine=engine) as lab:
+        train_on(lab, *rollouts(lab))
+        (host,) = hosts_of(lab).values()
+        module = weakref.ref(host.workers["actor"].engine.module)
+        del host
+    gc.collect()
+    assert module() is None
 
 
 def test_the_users_own_group_stays(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -204,6 +206,13 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
         "new": [2, 10, 0], "newer": [2, 10, 0], "ids": [[0], [1], [0]],
     }  # fmt: skip
     assert hosts["p-0"].lengths("k", "ids", np.array([2, 0])).tolist() == [1, 1]
+
+
+def test_a_table_is_any_mapping_and_another_form_is_told_how_to_become_one(lab: wb.Workbench) -> None:
+    assert lab.put(MappingProxyType({"a": torch.arange(2)})).rows == 2
+    for table, remedy in ((pd.DataFrame({"a": [1.0]}), "to_numpy"), ({"a": np.arange(2)}, "from_numpy"), (3, "put")):
+        with expect_error(BadInput, value="put", remedy=remedy):
+            lab.put(table)
 
 
 def test_nothing_is_asked_of_hosts_by_index_arithmetic(lab: wb.Workbench, asked: list[Any]) -> None:

@@ -18,7 +18,7 @@ import workbench as wb
 from tests.calculator import EQUALS, segments
 from tests.cases import TINY
 from tests.expected import expect_error
-from workbench.data.tools import Tool
+from workbench.data.tools import Tool, _in_thread
 from workbench.errors import BadInput, RolloutError
 from workbench.models.tokenizers import load_tokenizer
 
@@ -200,7 +200,7 @@ def numbers() -> float:
 def test_a_tool_that_fails_is_a_message_or_fails_its_row(tool: Callable[..., Any], told: str) -> None:
     hangs = tool in (computes, sleeps, waits)
     options: dict[str, Any] = {"timeout_s": 0.3 if hangs else 25, "max_characters": 20 if tool is floods else 4000}
-    name, before = tool.__name__, threading.active_count()
+    name = tool.__name__
     (message,) = answers(wb.Tools([tool], **options), call(name))
     if tool is floods:
         assert message == "x" * 20 + "\n(cut: these are 20 of 1000 characters)"
@@ -210,9 +210,36 @@ def test_a_tool_that_fails_is_a_message_or_fails_its_row(tool: Callable[..., Any
         answers(wb.Tools([tool], on_error="fail", **options), call(name))
     if tool is computes:  # its threads end: a loop in Python can be stopped
         deadline_s = time.monotonic() + 20
-        while threading.active_count() > before and time.monotonic() < deadline_s:
+        while (left := running()) and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert threading.active_count() <= before
+        assert not left
+
+
+def running() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tool"]
+
+
+def test_a_tool_whose_turn_is_cancelled_ends() -> None:
+    entered = threading.Event()
+
+    def endless() -> None:
+        """Never end."""
+        entered.set()
+        while True:
+            pass
+
+    async def cancelled() -> None:
+        waiting = asyncio.ensure_future(_in_thread(endless, 600.0))
+        await asyncio.to_thread(entered.wait, 20)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    before = len(running())
+    asyncio.run(cancelled())
+    deadline_s = time.monotonic() + 20
+    while len(running()) > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert len(running()) <= before
 
 
 def test_a_function_that_gives_a_coroutine_is_awaited() -> None:

@@ -161,10 +161,11 @@ def test_restoring_more_devices_than_gpus_shares_these(tmp_path: Path, monkeypat
         raise LookupError(given["devices"])
 
     monkeypatch.setattr(opening, "open", asked)
-    monkeypatch.setattr(opening, "device_count", lambda device: 2)
+    monkeypatch.setattr(opening, "device_count", lambda device: {"cuda": 2, "cpu": 16}[device])
     for placement, devices in ((wb.Placement.split(devices=4), 4), (wb.Placement.colocate(devices=1), 2)):
-        with pytest.raises(LookupError, match=f"^{devices}$"):
-            wb.restore(saved, backend="ray", device="cuda", placement=placement)
+        for device in ("cuda", None):
+            with pytest.raises(LookupError, match=f"^{devices}$"):
+                wb.restore(saved, backend="ray", device=device, placement=placement)
 
 
 def test_closing_removes_only_its_own_name(tmp_path: Path) -> None:

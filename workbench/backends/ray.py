@@ -338,7 +338,7 @@ class RayBackend(Backend):
             "MKL_NUM_THREADS": threads,
             # idle threads that spin take the cores from other hosts: up to ten times slower
             "OMP_WAIT_POLICY": "passive",
-            "THP_MEM_ALLOC_ENABLE": os.environ["THP_MEM_ALLOC_ENABLE"],
+            "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
             "TOKENIZERS_PARALLELISM": "false",
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # a host takes the first GPU, and sees its own alone
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

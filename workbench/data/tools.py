@@ -297,14 +297,18 @@ async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
             future.set_result(value) if error is None else future.set_exception(error)
 
     def run() -> None:
-        # the thread ends behind its time, and so does what it made until then
+        # past its time the thread ends, and what it made is dropped
         with contextlib.suppress(RuntimeError, TooLong):  # the loop was closed
             with time_limit(seconds):
                 outcome = _outcome(call)
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, daemon=True, name="tool").start()
-    return await _within(seconds, future)
+    thread = threading.Thread(target=run, daemon=True, name="tool")
+    thread.start()
+    try:
+        return await _within(seconds, future)
+    finally:
+        time_limit.end(thread.ident)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

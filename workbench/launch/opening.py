@@ -43,7 +43,7 @@ from workbench.settings.engines import Generation, ShareMemory
 from workbench.settings.training import Training
 from workbench.support.checked_calls import checked_call
 from workbench.support.files import check_room, locked, private_folder, real_path
-from workbench.support.machine import available_bytes, device_count, gpu_bytes, read_gpus
+from workbench.support.machine import Gpu, available_bytes, device_count, gpu_bytes, read_gpus
 from workbench.support.notebook_cell import in_notebook
 from workbench.support.validation import NonNegativeInt, PositiveInt
 
@@ -62,11 +62,14 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
     if description.address is not None or _joined_elsewhere():
         return
     on_gpu, mine = description.device == "cuda", {process.pid for process in replaced}
-    gpus, whole = (read_gpus(), gpu_bytes() or 0) if on_gpu else ([], 0)
-    if on_gpu and not whole:  # the driver does not answer
-        return
-    free = available_bytes() + sum(process.memory_info().rss for process in replaced)
-    has, models = int(whole * description.gpus) if on_gpu else free, description.role_models()
+    gpus, whole, models = list[Gpu](), 0, description.role_models()
+    if on_gpu:
+        gpus, whole = read_gpus(), gpu_bytes() or 0
+        has = int(whole * description.gpus)
+        if not whole:  # the driver does not answer
+            return
+    else:
+        has = available_bytes() + sum(process.memory_info().rss for process in replaced)
     try:
         estimate = estimate_memory(
             description.placement, models, device=description.device, device_bytes=has if on_gpu else None,
@@ -75,7 +78,8 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
     except BadInput:  # a model whose weights cannot be told from its configuration may well load
         return
     doubt = check_fit(estimate, has_bytes=has, models=models)
-    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for
+    # others may hold some of the GPUs: the cluster gives the placement as many as it asks for, and spreads shares as it
+    # likes, here taken to be even
     others = sorted(gpu.taken_bytes(mine) for gpu in gpus)[: description.placement.devices][-1:]
     if any(others):
         left = (whole - others[0]) // math.ceil(description.placement.devices / len(gpus))
@@ -340,7 +344,7 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
         arguments["placement"] = None
     if "devices" not in changes and arguments["address"] is None:  # those of this machine; slots as there are to be
         wanted = arguments["placement"].devices if arguments["placement"] is not None else 1
-        here = device_count(arguments["device"])
+        here = device_count(arguments["device"] or ("cuda" if device_count("cuda") else "cpu"))
         arguments["devices"] = max(wanted, here) if arguments["backend"] == "ray" else None
     lab = open(**arguments, resume=checkpoint.folder)
     lab.runner.counters.iterations_to_skip = 0  # the notebook goes on: nothing is done again

@@ -48,7 +48,7 @@ class BatchStore:
         """Whether what is made now is of a loop, over iterations or over stages, and not of a cell."""
         return self.looping or self.iterating
 
-    def put(self, table: Table, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
+    def put(self, table: Any, *, meta: Mapping[str, Any] | None = None, owner: str = "notebook") -> Batch:
         """A batch from columns made here: they go to the first host of the actor's pool
         (without an actor, of the first role's that has a model).
 

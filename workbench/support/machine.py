@@ -162,7 +162,10 @@ def own_gpu_free_bytes() -> int:
     """Memory of its GPU that this process may still take beside what torch's allocator holds; it starts CUDA."""
     import torch
 
-    return max(0, min(torch.cuda.mem_get_info(0)[0], own_gpu_bytes() - torch.cuda.memory_reserved(0)))
+    free = int(torch.cuda.mem_get_info(0)[0])
+    if _allowed_share() == 1:  # else the driver does not know; torch counts what vLLM has unmapped as reserved
+        return free
+    return max(0, min(free, own_gpu_bytes() - torch.cuda.memory_reserved(0)))
 
 
 def _allowed_share() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ class _TimeLimit:
 
     @contextlib.contextmanager
     def __call__(self, seconds: float) -> Iterator[None]:
-        """Inside, `TooLong` is raised in this thread after so many seconds."""
+        """Inside, `TooLong` is raised in this thread after so many seconds. Limits do not nest."""
         thread = threading.get_ident()
         with self._changing:
             self._deadlines[thread] = time.monotonic() + seconds
@@ -44,6 +45,12 @@ class _TimeLimit:
                 self._passed.discard(thread)
             for _ in range(1000 * late):  # what has not been raised yet is raised at a jump backwards, and not later
                 pass
+
+    def end(self, thread: int | None) -> None:
+        """Raise it in that thread now, where that has a limit."""
+        with self._changing:
+            if thread in self._deadlines:
+                self._deadlines[thread] = -math.inf
 
     def _watch(self) -> None:
         while True:

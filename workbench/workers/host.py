@@ -42,6 +42,7 @@ from workbench.workers.role_state import (
     Received,
     RoleFiles,
     RoleMove,
+    engine_of,
     publish_state,
     read_role,
     take_state,
@@ -368,6 +369,9 @@ class Host(Shards):
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
         """Forget what was built beside, and the shards of hosts that stay after all."""
+        for worker in self._incoming.values():
+            if (engine := engine_of(worker)) is not None:
+                engine.close()
         self._incoming.clear()
         gc.collect()
         self.disinherit(hosts)
@@ -440,7 +444,7 @@ class Host(Shards):
             "available_bytes": available_bytes(),
             "machine_bytes": total_bytes(),
             "device_bytes": own_gpu_bytes() if on_gpu else None,
-            # of all processes, contexts and caches included
+            # of all processes, contexts and caches included; in a share of a GPU, of this one
             "device_used_bytes": own_gpu_bytes() - own_gpu_free_bytes() if on_gpu else None,
             "threads": info.threads,
             "resident_bytes": psutil.Process().memory_info().rss,
@@ -475,10 +479,11 @@ class Host(Shards):
 
     def close(self) -> None:
         """Free the workers and batches. The process group ends with the process, or inline with the last workbench."""
-        for worker in self.workers.values():
+        while self.workers:
+            worker = self.workers.popitem()[1]
             worker.close()
             worker.context.calls.close()
-        self.workers.clear()
+            del worker
         self._shards.clear()
         if torch.cuda.is_initialized():  # inline, where the process goes on
             _return_memory()

@@ -57,6 +57,11 @@ class ModelWorker(PassWorker):
         if self.engine is not None:
             self.engine.retrain(training)
 
+    def close(self) -> None:
+        super().close()
+        if self.engine is not None:
+            self.engine.close()
+
     def describe(self) -> dict[str, Any]:
         if self.engine is None:
             return super().describe()

@@ -421,10 +421,10 @@ class VllmEngine(GenerationEngine):
 
             core, asleep = self._engine.engine_core.engine_core, bool(self._asleep)
             self._engine = self._copies = None
-            if asleep:  # all of it: what is freed after the error below would not be released
-                CuMemAllocator.instance.sleep(())
             LAYERWISE_INFO.clear()  # what a reload leaves in it of a layer holds the layer, and its weights
             try:
+                if asleep:  # all of it: after the error below, what is still awake would not be released
+                    CuMemAllocator.instance.sleep(())
                 with default_group_spared(), replaced(CuMemAllocator, "release_pools", lambda self: None):
                     core.shutdown()
             finally:

@@ -264,7 +264,6 @@ def process_kept(device: torch.device) -> Iterator[None]:
     environment, python_state = dict(os.environ), random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  (vLLM seeds the global generator, users may draw from it)
     set_num_threads, default_dtype = torch.set_num_threads, torch.get_default_dtype()
-    precision = torch.get_float32_matmul_precision()
     log_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -281,7 +280,6 @@ def process_kept(device: torch.device) -> Iterator[None]:
         # On CPU it swaps torch.set_num_threads for a function that refuses.
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(default_dtype)
-        torch.set_float32_matmul_precision(precision)
         np.random.set_state(numpy_state)  # noqa: NPY002
         random.setstate(python_state)
         # LD_PRELOAD, RANK, LOCAL_WORLD_SIZE and more would reach child processes. vLLM's own it reads later.

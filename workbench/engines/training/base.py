@@ -87,6 +87,9 @@ class TrainingEngine(ABC):
         """Step as other settings say, which differ in fields of `LIVE`."""
         self.settings = settings
 
+    def close(self) -> None:  # noqa: B027  (most leave nothing)
+        """Leave nothing that keeps the module in memory; the engine is used no more."""
+
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         """The full gradient of each weight that `step` would apply for these micro-batches, unclipped, by transformers'
         names, one at a time (every rank must iterate to the end). Afterwards, and when a loss raises, nothing has

@@ -165,6 +165,9 @@ class DeepSpeedEngine(TrainingEngine):
             self._drop_gradients()
             raise
 
+    def close(self) -> None:
+        self._engine.destroy()  # its hooks on gradients hold all of it where no garbage collector looks
+
     def retrain(self, settings: Training) -> None:
         super().retrain(settings)
         if self._stage > 0:  # without ZeRO `step` clips
@@ -232,6 +235,8 @@ class DeepSpeedEngine(TrainingEngine):
             torch.cuda.synchronize(self._device)  # ZeRO reduces on a stream of its own
         release_gradients(self.module)
         optimizer.zero_grad(set_to_none=True)
+        while getattr(optimizer, "_backward_active_depth", 0):
+            optimizer.exit_backward()
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():  # what a backward pass that broke off left
             getattr(bucket, "clear_params", bucket.clear)()  # of stage 3 the buffer stays
         reduced = getattr(optimizer, "params_already_reduced", [])
