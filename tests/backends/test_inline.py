@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from tests.cases import TINY, hosts_of, rollouts, tiny_lab, train_on
+from tests.cases import TINY, hosts_of, rollouts, stored, tiny_lab, train_on
 from tests.expected import expect_error
 from workbench.backends.inline import VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
@@ -176,6 +176,43 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]
     assert torch.equal(again.values, expected.values)
+
+
+def test_an_update_that_fails_goes_on_with_the_step_that_failed(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = lab.put(stored(4), meta={"temperature": 1.0})
+    with lab.kept("actor"):
+        expected, whole = lab.actor.update_actor(batch), lab.actor.weight_digests()
+    (host,) = hosts_of(lab).values()
+    engine = host.workers["actor"].engine
+    step, left = engine.step, engine.steps
+
+    def failing(*arguments: Any) -> Any:
+        if engine.steps == left + 1:
+            raise ValueError("the second")
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", failing)
+        with expect_error(StageError, rule="taken optimizer step 1 of 2", remedy="goes on with step 2"):
+            lab.actor.update_actor(batch)
+    assert lab.actor.update_actor(batch) == expected
+    assert lab.actor.weight_digests() == whole
+
+
+def test_weights_that_nobody_could_compare_are_sent_again(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> float:
+        raise torch.OutOfMemoryError
+
+    prompts = lab.prompts.next(2)
+    lab.actor.update_actor(lab.put(stored(4), meta={"temperature": 1.0}))
+    with monkeypatch.context() as patch:
+        patch.setattr("workbench.workers.roles.hybrid.probe_gap", broken)
+        with expect_error(StageError, value="generate_sequences"):
+            lab.actor.generate_sequences(prompts, max_new_tokens=4)
+    lab.actor.generate_sequences(prompts, max_new_tokens=4)
+    assert "sync_gap/mean" in lab.last_metrics["generate_sequences"]
 
 
 def frames(error: BaseException | None) -> list[str]:

@@ -39,6 +39,25 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 DEVICES = ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.gpu])]
 
 
+def test_where_not_all_of_it_finds_room_none_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [torch.randn(1000) for _ in range(3)]
+    before, memory, resize, room = [t.clone() for t in held], HostMemory(), torch.UntypedStorage.resize_, iter((1, 0))
+    memory.take({"parameters": held}, ["parameters"])
+
+    def resized(storage: Any, size: int) -> Any:
+        if size and not next(room):
+            raise torch.OutOfMemoryError
+        return resize(storage, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", resized)
+        with pytest.raises(torch.OutOfMemoryError):
+            memory.give_back(["parameters"])
+    assert not any(t.untyped_storage().nbytes() for t in held)
+    memory.give_back(["parameters"])
+    assert all(torch.equal(t, kept) for t, kept in zip(held, before, strict=True))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_shares_memory_shares_it_again(device: str) -> None:
     flat = torch.randn(100, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from tests.engines.training_ranks import (
 )
 from tests.expected import expect_error
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
+from workbench.engines.training.steps import make_moments
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
 from workbench.models.heads import TokenLogProbs
@@ -74,10 +76,11 @@ def snapshots(kind: str, dtype: torch.dtype) -> dict[str, bool]:
 def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
     clean, engine = make_engine(kind, dtype), make_engine(kind, dtype)
     train(clean, range(2))
+    made = {"the first moments have no memory": no_memory_for_moments(engine)}
     train(engine, range(1))
     before = weights(engine)
     skipped = train(engine, range(1, 2), scale=float("nan"))[0]
-    found = {
+    found = made | {
         "says so": skipped["skipped"] and skipped["steps"] == 1,
         "skip changes nothing": same(weights(engine), before),
     }
@@ -91,7 +94,7 @@ def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
     except ZeroDivisionError:
         found["error comes through"] = engine.steps == 1 and same(weights(engine), before)
 
-    def out_of_memory(gradient: Tensor) -> Tensor:
+    def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
     hook = next(engine.module.parameters()).register_hook(out_of_memory)  # the embeddings': all others are complete
@@ -102,7 +105,35 @@ def failures(kind: str, dtype: torch.dtype) -> dict[str, bool]:
         found["backward pass breaks off"] = engine.steps == 1 and same(weights(engine), before)
     train(engine, range(1, 2))
     found["next step is clean"] = same(weights(engine), weights(clean))
+    state, adam = engine.state_dict(), getattr(engine, "_adam", None) or engine._optimizer  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "step", out_of_memory)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            train(engine, range(1))
+    engine.load_state_dict(state)
+    found["the optimizer breaks off"] = same(weights(engine), weights(clean))
+    train(clean, range(1))
+    train(engine, range(1))
+    found["and can step again"] = same(weights(engine), weights(clean))
     return found
+
+
+def no_memory_for_moments(engine: Any) -> bool:
+    """Whether a step that finds no memory for the second moment of a weight leaves none."""
+    room = iter((True, False))
+
+    def zeros_like(*arguments: Any, **options: Any) -> Tensor:
+        if not next(room):
+            raise torch.OutOfMemoryError
+        return torch.zeros_like(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_moments, "__defaults__", (zeros_like,))
+        try:
+            train(engine, range(1))
+        except torch.OutOfMemoryError:
+            return not engine.has_moments and engine.steps == 0
+    return False
 
 
 def bf16_training(kind: str) -> dict[str, Any]:

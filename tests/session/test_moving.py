@@ -91,6 +91,18 @@ def state(lab: Workbench) -> dict[str, Any]:
     return {**found, "weights": dict(lab.weights), "iteration": lab.iteration, "drawn": lab.prompts.drawn}
 
 
+def test_a_role_that_does_not_close_is_gone_all_the_same(lab: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("not closed")
+
+    (host,) = hosts(lab).values()
+    monkeypatch.setattr(host.workers["reference"], "close", broken)
+    with pytest.warns(UserWarning, match="closing reference: .*not closed"):
+        lab.drop("reference")
+    assert "reference" not in host.workers
+    update_on(lab, stored())
+
+
 def test_walk(lab: Workbench, tmp_path: Path) -> None:
     table = stored()
     held = lab.actor.compute_log_prob(lab.put(table), temperature=1.0)

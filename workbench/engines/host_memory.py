@@ -88,9 +88,14 @@ class HostMemory:
         taken = sum(emptied.nbytes for part in coming.values() for emptied in part.emptied)
         if taken:
             device = next(emptied.storage.device for part in coming.values() for emptied in part.emptied)
-            for part in coming.values():
-                for emptied in part.emptied:
+            every = [emptied for part in coming.values() for emptied in part.emptied]
+            try:
+                for emptied in every:
                     emptied.storage.resize_(emptied.nbytes)
+            except BaseException:  # no room for all of them: what has some gives it to others again
+                for emptied in every:
+                    emptied.storage.resize_(0)
+                raise
             what = ", ".join(name for name, part in coming.items() if part.emptied)
             with _Move("load", device, taken, what) as move:  # after the room was made, in the order of the stream
                 for part in coming.values():

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 from workbench.batches.schema_check import check_columns
 from workbench.errors import StageError
 from workbench.errors.containing import passes
+from workbench.errors.plain_text import shown
 from workbench.messages.calls import Call, Failure, HostInfo, Output, Reply, column_summary
 from workbench.messages.metrics import Metrics, as_metrics
 from workbench.messages.shards import Shard
@@ -179,6 +181,8 @@ class Host(Shards):
             if passes(error):
                 raise
             failure = Failure.of(error, remedy_for(error, self, call))
+            if call.updates and not self._half_moved(call.role):
+                stopped = self._stopping.came_to
         finally:
             self._stopping.end()
             self._busy = ""
@@ -201,6 +205,10 @@ class Host(Shards):
         )
         self._last = call.run, reply
         return reply
+
+    def _half_moved(self, role: str) -> bool:
+        """Whether an optimizer step of the role broke off while it changed weights."""
+        return bool(getattr(getattr(self.workers[role], "engine", None), "half_moved", False))
 
     def reply_of(self, run: int) -> Reply | None:
         """The reply of the last stage, if it was that run: for a kernel that reattaches."""
@@ -353,10 +361,12 @@ class Host(Shards):
         in their places. All ranks of the pool call it."""
         for role in closed:
             worker = self.workers.pop(role)
-            worker.close()
-            worker.context.calls.close()
-            worker.context.leave_groups()
-            del worker
+            for end in (worker.close, worker.context.calls.close, worker.context.leave_groups):
+                try:
+                    end()
+                except Exception as error:  # it is gone in any case, and the others are in order
+                    warnings.warn(f"closing {role}: {shown(error, 400)}", stacklevel=2)
+            del worker, end
         _return_memory()
         for role, spec in dict(engines).items():
             with torch.random.fork_rng():

@@ -249,7 +249,7 @@ class PassWorker(Worker):
             for term in terms:
                 term.prepare(number)
             while True:
-                losses, had_moments, tokens = StepLosses(), engine.has_moments, done_tokens
+                losses, tokens = StepLosses(), done_tokens
                 sizes = [sum(map(len, minibatch)) for minibatch in minibatches]
                 before, total = epoch * sum(sizes) + sum(sizes[:number]), epochs * sum(sizes)
                 passes: list[Pass] = []
@@ -265,10 +265,11 @@ class PassWorker(Worker):
                         tokens += tokens_of(micro)
                 try:
                     report = engine.step(passes, rate_scales[number] if rate_scales else 1.0)
+                    stopping.came_to = None  # it is past that point; what fails from here to the next is no step's
                     break
                 except torch.OutOfMemoryError as error:
-                    if engine.has_moments != had_moments:
-                        raise  # in the middle of the optimizer's first step: some weights may have moved
+                    if engine.half_moved:
+                        raise  # in the middle of the optimizer's step: some weights may have moved
                     self.budget.halve(error)
                 minibatches = self._cut_terms(terms)
             done_tokens = tokens
@@ -279,6 +280,7 @@ class PassWorker(Worker):
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)
         metrics["optimizer_steps"] = Max(value=engine.steps)
+        stopping.came(epochs * count, epochs * count, metrics)
         return Output(metrics=metrics, notes=tuple(notes))
 
     def _cut(self, batch: Shard, skip: Collection[int] = (), together: int = 1) -> list[list[MicroBatch]]:

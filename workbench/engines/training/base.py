@@ -36,6 +36,7 @@ class TrainingEngine(ABC):
     settings: Training | None
     steps: int
     loss_scale: LossScale | None = None  # of a trained module in fp16
+    half_moved = False  # whether the last step broke off after the optimizer had begun to change weights
     _dtype: torch.dtype
 
     @abstractmethod
@@ -70,7 +71,9 @@ class TrainingEngine(ABC):
         rate = rate_scale * learning_rate(self.settings, self.steps)
         scale = None if self.loss_scale is None else self.loss_scale.scale
         self.load()
+        self.half_moved = False
         norm, culprit = self._update(passes, rate)
+        self.half_moved = False
         skipped = not math.isfinite(norm)
         self.steps += not skipped
         if self.loss_scale is not None:
@@ -82,6 +85,9 @@ class TrainingEngine(ABC):
     @abstractmethod
     def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
         """The update of a step, unless the norm of its gradient is not finite; that norm, and `StepReport.culprit`."""
+
+    def _begin_to_move(self, *_: Any) -> None:
+        self.half_moved = True
 
     def retrain(self, settings: Training) -> None:
         """Step as other settings say, which differ in fields of `LIVE`."""

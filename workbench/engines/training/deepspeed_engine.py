@@ -40,6 +40,7 @@ from workbench.engines.training.steps import (
     make_optimizer,
     set_optimizer_steps,
     set_rates,
+    with_moments,
 )
 from workbench.errors import BadInput, MissingDependency
 from workbench.models.heads import PackedModule
@@ -99,9 +100,11 @@ class DeepSpeedEngine(TrainingEngine):
             recompute_activations(module)
         self._model_parallel = model_parallel
         self._use_own_groups()
+        adam = make_optimizer(self._parameters(), settings)
+        adam.register_step_pre_hook(self._begin_to_move)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=make_optimizer(self._parameters(), settings),
+            optimizer=adam,
             config=self._config(),
             mpu=model_parallel,
             dist_init_required=False,
@@ -159,7 +162,7 @@ class DeepSpeedEngine(TrainingEngine):
             with span("optimizer"):
                 if self._stage == 0:
                     return self._step_without_zero(), ""
-                self._engine.step()  # leaves everything as it is when the norm is not finite
+                self._step()  # leaves everything as it is when the norm is not finite
                 return float(self._engine.get_global_grad_norm()), ""
         except BaseException:
             self._drop_gradients()
@@ -224,9 +227,20 @@ class DeepSpeedEngine(TrainingEngine):
         norm = self._norm()
         if torch.isfinite(norm):
             self._clip(norm)
-            self._engine.step()
+            self._step()
         release_gradients(self.module)
         return float(norm)
+
+    def _step(self) -> None:
+        adam = self._adam
+        groups, held = adam.param_groups, [group["params"] for group in adam.param_groups]
+        with with_moments(adam, self._stretches, lambda: self.half_moved):
+            try:
+                self._engine.step()
+            finally:  # ZeRO gives Adam one group at a time, and where that raises does not put the others back
+                adam.param_groups = groups
+                for group, parameters in zip(groups, held, strict=True):
+                    group["params"] = parameters
 
     def _drop_gradients(self) -> None:
         """Drop what an unfinished step has accumulated, wherever the ZeRO stage keeps it."""
@@ -250,6 +264,9 @@ class DeepSpeedEngine(TrainingEngine):
         for kept in ("averaged_gradients", "all_grad_tensors"):
             for group in getattr(optimizer, kept, {}):
                 getattr(optimizer, kept)[group] = None
+        if self._stage == 3 or hasattr(optimizer, "extra_large_param_to_reduce"):
+            for stretch in self._stretches:
+                stretch.grad = None
         if self._stage == 2:
             optimizer._release_preflattened_grad_buffers()
         if self._stage == 3:

@@ -211,6 +211,22 @@ def make_moments(
         optimizer.state[parameter] = {**steps, **state}
 
 
+@contextmanager
+def with_moments(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], moved: Callable[[], bool]
+) -> Iterator[None]:
+    """Inside, an optimizer that has no moments yet has all of them, which it would itself make between the updates of
+    its groups. Where in the end no weight has moved there are none again."""
+    first = not optimizer.state
+    try:
+        if first:
+            make_moments(optimizer, parameters)
+        yield
+    finally:
+        if first and not moved():
+            optimizer.state.clear()
+
+
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Set the step count of AdamW, where it has moments."""
     for entry in optimizer.state.values():

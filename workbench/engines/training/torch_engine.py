@@ -34,6 +34,7 @@ from workbench.engines.training.steps import (
     moment_of,
     set_optimizer_steps,
     set_rates,
+    with_moments,
 )
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
@@ -68,6 +69,7 @@ class TorchEngine(TrainingEngine):
         if settings is not None:
             require_equal_parameters(module, communicator)
             self._optimizer = make_optimizer(self._parameters(), settings)
+            self._optimizer.register_step_pre_hook(self._begin_to_move)
             self.loss_scale = LossScale() if dtype == torch.float16 else None
             if settings.activation_checkpointing:
                 recompute_activations(module)
@@ -93,7 +95,9 @@ class TorchEngine(TrainingEngine):
             self._clip(norm)
             set_rates(self._optimizer, self.settings, rate)
             with span("optimizer"):
-                self._optimizer.step()
+                trained = (p for p in self.module.parameters() if p.requires_grad)
+                with with_moments(self._optimizer, trained, lambda: self.half_moved):
+                    self._optimizer.step()
             return float(norm), ""
         finally:
             release_gradients(self.module)

@@ -197,7 +197,11 @@ class HybridWorker(TrainedWorker, SamplingWorker):
         self._note_changes()
         with self.ledger("sync", self.engine.steps) as noted:
             noted.lacked = self._moved or self.generator.lacks_weights
-            metrics = self._give_weights(strategy, noted)
+            try:
+                metrics = self._give_weights(strategy, noted)
+            except BaseException:  # the engine may have them, and nobody has looked whether they are right
+                self.generator.weights_version = -1
+                raise
             self._moved = False
             return self.sync_metrics.note(metrics)
 
