@@ -178,29 +178,6 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     assert torch.equal(again.values, expected.values)
 
 
-def test_an_update_that_fails_goes_on_with_the_step_that_failed(
-    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = lab.put(stored(4), meta={"temperature": 1.0})
-    with lab.kept("actor"):
-        expected, whole = lab.actor.update_actor(batch), lab.actor.weight_digests()
-    (host,) = hosts_of(lab).values()
-    engine = host.workers["actor"].engine
-    step, left = engine.step, engine.steps
-
-    def failing(*arguments: Any) -> Any:
-        if engine.steps == left + 1:
-            raise ValueError("the second")
-        return step(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "step", failing)
-        with expect_error(StageError, rule="taken optimizer step 1 of 2", remedy="goes on with step 2"):
-            lab.actor.update_actor(batch)
-    assert lab.actor.update_actor(batch) == expected
-    assert lab.actor.weight_digests() == whole
-
-
 def test_weights_that_nobody_could_compare_are_sent_again(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:
         raise torch.OutOfMemoryError

@@ -242,6 +242,24 @@ def test_a_tool_whose_turn_is_cancelled_ends() -> None:
     assert len(running()) <= before
 
 
+def test_a_tool_that_ends_leaves_others_alone() -> None:
+    """Though the system gives the number of its thread to the next one."""
+
+    def slow() -> str:
+        for _ in range(50):
+            time.sleep(0.02)
+        return "slow"
+
+    async def quick() -> None:
+        for _ in range(40):
+            await _in_thread(lambda: "quick", 20)
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(_in_thread(slow, 20) for _ in range(4)), *(quick() for _ in range(8)))
+
+    assert asyncio.run(all_of_them())[:4] == ["slow"] * 4
+
+
 def test_a_function_that_gives_a_coroutine_is_awaited() -> None:
     """As decorators make them of async functions."""
 

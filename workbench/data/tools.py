@@ -308,7 +308,7 @@ async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
     try:
         return await _within(seconds, future)
     finally:
-        time_limit.end(thread.ident)
+        time_limit.end(thread)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

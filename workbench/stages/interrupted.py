@@ -44,17 +44,6 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
     )
 
 
-def say_where(error: WorkbenchError, part: UpdatePart) -> None:
-    """Add to the error of an update where it was left."""
-    if part.steps:
-        left = f"it has taken optimizer step {part.steps} of {part.of}"
-        again = f"the same call again goes on with step {part.steps + 1}; another call takes all of them"
-        if part.steps == part.of:
-            again = "the same call again takes no step, and gives its metrics"
-        error.rule = "; ".join(filter(None, (error.rule, left)))
-        error.remedy = "; ".join(filter(None, (error.remedy, again)))
-
-
 def cut_short(name: str, *, updates: bool) -> StageInterrupted:
     """Inline, where the second interrupt ends what this thread computes."""
     if updates:
@@ -105,8 +94,7 @@ class Interrupted:
             # where ranks failed, how far they came is not known
             weights[role] = Weights.fresh(_steps(weights[role].steps, run.parts))
             if run.parts:
-                failed = any(reply.failure is not None for reply in run.replies)
-                self._remember(replace(_sent_run(run), failed=failed), run.parts, None)
+                self._remember(_sent_run(run), run.parts, None)
         self._draw_again(run)
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
@@ -164,9 +152,7 @@ class Interrupted:
         update = self._take(run, ended=False)
         if update is None:
             return calls
-        part = update.parts[0]
-        where = f"goes on at optimizer step {part.steps + 1} of" if part.steps < part.of else "has taken all of"
-        note(f"{run.name}: {where} {part.of}")
+        note(f"{run.name}: goes on at optimizer step {update.parts[0].steps + 1} of {update.parts[0].of}")
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
     def open_updates(self) -> list[str]:
@@ -175,7 +161,7 @@ class Interrupted:
         return [
             update.name
             for role, update in self.unfinished.items()
-            if update.result is None and not update.failed and weights.get(role) == update.weights
+            if update.result is None and weights.get(role) == update.weights
         ]
 
     def forget(self, *, all_of_them: bool = False) -> None:

@@ -105,7 +105,6 @@ class SentRun:
     parts: tuple[UpdatePart, ...] = ()
     result: Any = None
     weights: Weights | None = None
-    failed: bool = False
 
     def is_same_call(self, later: SentRun, weights: Weights | None) -> bool:
         """Whether a later run is the same call, on the same rows, of a role that has the weights that this one left."""

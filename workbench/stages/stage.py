@@ -326,14 +326,8 @@ class StageRun(Run):
         if dead is not None:  # what other ranks ran into follows from it
             self.stuck = True
             raise dead
-        parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
         if failures:
-            error = one_error(self, failures)
-            all_there = not self.stuck and self.updates and len(parts) == len(self.group.hosts)
-            if all_there and len({part.steps for part in parts}) == 1:  # between two steps, all of them
-                self.parts = parts
-                interrupted.say_where(error, parts[0])
-            raise error
+            raise one_error(self, failures)
         if self.stuck:
             ranks = ", ".join(map(str, self.ranks.working))
             raise StageInterrupted(
@@ -341,7 +335,7 @@ class StageRun(Run):
                 "it waits in a collective, or for code that does not return: its pool is lost",
                 "lab.recover() starts it again, and goes on from the last checkpoint",
             )
-        self.parts = parts
+        self.parts = tuple(reply.stopped for reply in self.replies if reply.stopped is not None)
         if self.parts:
             raise interrupted.after(self.name, self.parts[0]) if self.updates else interrupted.as_before(self.name)
 

@@ -21,15 +21,16 @@ class _TimeLimit:
     stop. One thread watches, so that a limit costs a microsecond."""
 
     def __init__(self) -> None:
-        self._deadlines: dict[int, float] = {}
-        self._passed: set[int] = set()
+        # by thread, as the number of one that has ended may be given to another
+        self._deadlines: dict[threading.Thread, float] = {}
+        self._passed: set[threading.Thread] = set()
         self._changing, self._used = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def __call__(self, seconds: float) -> Iterator[None]:
         """Inside, `TooLong` is raised in this thread after so many seconds. Limits do not nest."""
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         with self._changing:
             self._deadlines[thread] = time.monotonic() + seconds
             if self._thread is None or not self._thread.is_alive():
@@ -46,7 +47,7 @@ class _TimeLimit:
             for _ in range(1000 * late):  # what has not been raised yet is raised at a jump backwards, and not later
                 pass
 
-    def end(self, thread: int | None) -> None:
+    def end(self, thread: threading.Thread) -> None:
         """Raise it in that thread now, where that has a limit."""
         with self._changing:
             if thread in self._deadlines:
@@ -61,7 +62,9 @@ class _TimeLimit:
                 for thread in [thread for thread, end_s in self._deadlines.items() if now_s > end_s]:
                     del self._deadlines[thread]
                     self._passed.add(thread)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooLong)
+                    )
                 if not self._deadlines:
                     self._used.clear()
 

@@ -181,8 +181,6 @@ class Host(Shards):
             if passes(error):
                 raise
             failure = Failure.of(error, remedy_for(error, self, call))
-            if call.updates and not self._half_moved(call.role):
-                stopped = self._stopping.came_to
         finally:
             self._stopping.end()
             self._busy = ""
@@ -205,10 +203,6 @@ class Host(Shards):
         )
         self._last = call.run, reply
         return reply
-
-    def _half_moved(self, role: str) -> bool:
-        """Whether an optimizer step of the role broke off while it changed weights."""
-        return bool(getattr(getattr(self.workers[role], "engine", None), "half_moved", False))
 
     def reply_of(self, run: int) -> Reply | None:
         """The reply of the last stage, if it was that run: for a kernel that reattaches."""

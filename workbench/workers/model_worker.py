@@ -58,9 +58,11 @@ class ModelWorker(PassWorker):
             self.engine.retrain(training)
 
     def close(self) -> None:
-        super().close()
-        if self.engine is not None:
-            self.engine.close()
+        try:
+            super().close()
+        finally:
+            if self.engine is not None:
+                self.engine.close()
 
     def describe(self) -> dict[str, Any]:
         if self.engine is None:

@@ -265,7 +265,6 @@ class PassWorker(Worker):
                         tokens += tokens_of(micro)
                 try:
                     report = engine.step(passes, rate_scales[number] if rate_scales else 1.0)
-                    stopping.came_to = None  # it is past that point; what fails from here to the next is no step's
                     break
                 except torch.OutOfMemoryError as error:
                     if engine.half_moved:
@@ -280,7 +279,6 @@ class PassWorker(Worker):
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)
         metrics["optimizer_steps"] = Max(value=engine.steps)
-        stopping.came(epochs * count, epochs * count, metrics)
         return Output(metrics=metrics, notes=tuple(notes))
 
     def _cut(self, batch: Shard, skip: Collection[int] = (), together: int = 1) -> list[list[MicroBatch]]:
@@ -355,7 +353,8 @@ class TokenBudget:
         try:
             first, second = (self._measure(lambda n=tokens: self._trial(n)) for tokens in TRIAL_TOKENS)  # type: ignore[misc]
         except torch.OutOfMemoryError:
-            if self._context.communicator.world_size > 1:  # the others are inside a collective
+            layout = self._context.layout
+            if layout.p * layout.t > 1 or (self._trained and layout.size > 1):  # the others are inside a collective
                 raise
             return TOKENS_STEP
         each = max(1.0, (second - first) / (large - small))

@@ -48,7 +48,6 @@ class Stopping:
         self._under_way = self._updates = False
         self._asked_for = self._waits_at = 0
         self.resume_from: UpdatePart | None = None
-        self.came_to: UpdatePart | None = None  # the last point of an update: what it had done there
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
@@ -57,7 +56,7 @@ class Stopping:
         only, at points that say how many it has taken."""
         with self._lock:
             self._run, self._passed, self._together, self._under_way = run, 0, self._everyone, True
-            self.resume_from, self._updates, self.came_to = resume_from, updates, None
+            self.resume_from, self._updates = resume_from, updates
 
     def end(self) -> None:
         with self._lock:
@@ -68,18 +67,11 @@ class Stopping:
         of, metrics: what an update has done so far."""
         if not self._under_way or (self._updates and not of):
             return
-        part = self.came(steps, of, metrics or {})
         with self._lock:
             self._passed += 1
             may_stop = self._asked_for == self._run and self._passed >= self._waits_at
         if may_stop and self._passed >= self._agreed():
-            raise StageStopped(part)
-
-    def came(self, steps: int, of: int, metrics: Mapping[str, Metric]) -> UpdatePart:
-        """Note what an update has done so far: what fails from here to its next step leaves it there."""
-        part = UpdatePart(steps=steps, of=of, metrics=dict(metrics))
-        self.came_to = part if of else None
-        return part
+            raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
 
     def only(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Inside, only these ranks pass points in step with this one."""

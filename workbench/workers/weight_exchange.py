@@ -15,6 +15,7 @@ A publisher that keeps what it published before compares, and a taker that has j
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,7 +130,12 @@ class Snapshot:
 
     def _beside_updates(self) -> AbstractContextManager[Any]:
         """On a GPU a stream that does not wait for what is computed meanwhile."""
-        return torch.cuda.stream(torch.cuda.Stream()) if self.on_gpu else nullcontext()
+        return torch.cuda.stream(_side_stream()) if self.on_gpu else nullcontext()
+
+
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def _in_host_memory(flat: list[Tensor]) -> list[Tensor]:
