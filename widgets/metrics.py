@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from workbench.display.curves import STROKES, Chart, Curve, smoothed
-from workbench.display.headlines import looked_at, unit_of
+from workbench.display.headlines import unit_of
 from workbench.errors import BadInput
 from workbench.telemetry.store import TelemetryStore
 from workbench_widgets.charts import Charts
 from workbench_widgets.view import button, choice, entry
 
-MOST_FIRST = 6  # charts of metrics, where none is a headline
+# Shown at first, where there are such: a metric's name, and the stages whose metric it may be, the best first.
+FIRST_SHOWN: Mapping[str, tuple[str, ...]] = {
+    "rewards/mean": ("compute_reward", "compute_advantages"),
+    "reference_kl": (),
+    "loss": ("update_actor",),
+    "entropy": ("compute_log_prob", "update_actor"),
+    "grad_norm": ("update_actor",),
+    "response_tokens/mean": ("generate_sequences",),
+}
 MOST_RUNS, LISTED_FOR_S = 30, 5.0
 LINEAR, LOG = "linear", "log"
 
@@ -62,7 +70,7 @@ class MetricCurves:
 class Metrics(Charts):
     """A chart a metric: this run's curve, smoothed over its raw one, and those of other runs beside it.
 
-    shown: which, as (stage, metric); None: the headlines. others: names of other runs. smoothing: see `smoothed`; 0 for
+    shown: which, as (stage, metric); None: `FIRST_SHOWN`. others: names of other runs. smoothing: see `smoothed`; 0 for
     the raw curves alone. iteration: which one is marked, and looked at.
     """
 
@@ -106,10 +114,8 @@ class Metrics(Charts):
 
     def drawn(self) -> list[tuple[str, str]]:
         """The metrics that have a chart."""
-        there = {"/".join(name): name for name in self.names()}
-        if self.shown is None:
-            return [there[name] for name in looked_at(there).values()] or list(there.values())[:MOST_FIRST]
-        return [name for name in there.values() if name in self.shown]
+        there = self.names()
+        return first_shown(there) if self.shown is None else [name for name in there if name in self.shown]
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
@@ -261,3 +267,13 @@ class Metrics(Charts):
             raise BadInput(f"samples of {source}", "this workbench has those of its own run", "choose a point of that")
         self.on_iteration(int(x))
         self.on_samples()
+
+
+def first_shown(names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of (stage, metric) those that say most of how training goes; the first few where there are none such."""
+    there, found = list(names), list[tuple[str, str]]()
+    for metric, stages in FIRST_SHOWN.items():
+        having = [stage for stage, name in there if name == metric]
+        best = [stage for stage in stages if stage in having] or having
+        found += [(stage, metric) for stage in best[:1]]
+    return found or there[: len(FIRST_SHOWN)]

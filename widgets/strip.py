@@ -6,12 +6,11 @@ from collections.abc import Hashable
 from html import escape
 from typing import Any
 
-from workbench.display.headlines import HEADLINES
 from workbench.display.html import bytes_text, numbers_table
 from workbench.display.results import sparkline
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import union_s
-from workbench_widgets.metrics import MetricCurves
+from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves
 from workbench_widgets.view import View
 
 REWARD, SHOWN = "rewards/mean", 30  # iterations in the sparkline
@@ -99,8 +98,8 @@ class Strip(View):
 
     def _reward(self) -> tuple[str, str, str]:
         """The last reward, and those of the last iterations as a small curve and as a table."""
-        for name in HEADLINES["reward"]:
-            points = self._curves.points((name.partition("/")[0], REWARD))
+        for stage in FIRST_SHOWN[REWARD]:
+            points = self._curves.points((stage, REWARD))
             iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
             if values:
                 rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]

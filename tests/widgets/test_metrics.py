@@ -16,7 +16,7 @@ from workbench.errors import BadInput
 from workbench.telemetry import TelemetryStore
 from workbench_widgets.charts import plotly_js
 from workbench_widgets.driver import Driver
-from workbench_widgets.metrics import MetricCurves, Metrics
+from workbench_widgets.metrics import MetricCurves, Metrics, first_shown
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,19 @@ def view(lab: wb.Workbench) -> Metrics:
 def line(view: Metrics, title: str, name: str) -> Any:
     (chart,) = [chart for chart in view.charts() if chart.title == title]
     return next((curve for curve in chart.curves if curve.name == name), None)
+
+
+def test_the_first_metrics_are_those_that_say_most() -> None:
+    names = [
+        ("generate_sequences", "response_tokens/mean"), ("compute_log_prob", "entropy"), ("evaluate", "n"),
+        ("compute_advantages", "rewards/mean"), ("compute_reward", "rewards/mean"), ("update_critic", "loss"),
+        ("update_actor", "loss"), ("update_critic", "grad_norm"),
+    ]  # fmt: skip
+    assert first_shown(names) == [
+        ("compute_reward", "rewards/mean"), ("update_actor", "loss"), ("compute_log_prob", "entropy"),
+        ("update_critic", "grad_norm"), ("generate_sequences", "response_tokens/mean"),
+    ]  # fmt: skip
+    assert first_shown([("mine", "a"), ("mine", "b")]) == [("mine", "a"), ("mine", "b")]
 
 
 def test_curves_are_the_metrics_of_the_workbench(lab: wb.Workbench, view: Metrics) -> None:

@@ -196,8 +196,8 @@ class Runs(pd.DataFrame):
         """Curves of these runs: `wb.runs().curves(["reward", "KL"], over="tokens", smooth=0.8)`.
 
         Runs that differ in their seed alone are one arm: its mean, with a band. metrics: a headline ("reward", "KL",
-        "loss", "gradient norm", "clip fraction", "entropy", "response tokens", "accuracy", "cost"), or "stage/metric",
-        such as "evaluate/arithmetic/reward_mean".
+        "loss", "gradient norm", "clip fraction", "response tokens", "accuracy", "cost"), or "stage/metric", such as
+        "evaluate/arithmetic/reward_mean".
         over: "iterations"; "samples" or "tokens" that were generated; "seconds" of training, without evaluations and
         pauses. Where arms have other x than iterations, each run is interpolated to those of the first.
         smooth: the factor of an exponential mean, 0 to below 1, of each run before the mean over runs.

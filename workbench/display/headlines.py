@@ -20,7 +20,6 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "loss": ("update_actor/loss", "*/loss"),
     "gradient norm": ("update_actor/grad_norm", "*/grad_norm"),
     "clip fraction": ("update_actor/clip_fraction",),
-    "entropy": ("compute_log_prob/entropy", "update_actor/entropy"),
     "response tokens": ("generate_sequences/response_tokens/mean",),
 }
 ON_A_LINE = ("reward", "cost", "KL", "accuracy")
