@@ -178,6 +178,40 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     assert torch.equal(again.values, expected.values)
 
 
+def test_an_update_that_fails_goes_on_with_the_step_that_failed(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it fails, and where; what it has done and what comes next is in the error."""
+    batch = lab.put(stored(4), meta={"temperature": 1.0})
+    with lab.kept("actor"):
+        expected, whole = lab.actor.update_actor(batch), lab.actor.weight_digests()
+    (host,) = hosts_of(lab).values()
+    worker: Any = host.workers["actor"]
+    step, left = worker.engine.step, worker.engine.steps
+
+    def failing(*arguments: Any) -> Any:
+        if worker.engine.steps == left + 1:
+            raise ValueError("broken")
+        return step(*arguments)
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    ways = [
+        (worker.engine, "step", failing, 1, "goes on with step 2"),
+        (worker, "_cut_terms", broken, 1, "goes on with step 2"),
+        (host, "_keep", broken, 2, "none of them twice"),
+    ]
+    for owner, name, fault, taken, remedy in ways:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            with expect_error(StageError, rule=f"taken optimizer step {taken} of 2", remedy=remedy):
+                lab.actor.update_actor(batch)
+    assert lab.actor.update_actor(batch) == expected
+    assert lab.actor.weight_digests() == whole
+    assert lab.weights["actor"].steps == worker.engine.steps == left + 2
+
+
 def test_weights_that_nobody_could_compare_are_sent_again(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:
         raise torch.OutOfMemoryError

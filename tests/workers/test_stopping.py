@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from workbench.messages.calls import UpdatePart
 from workbench.workers import stopping as module
 from workbench.workers.stopping import StageStopped, Stopping
 
@@ -98,3 +99,19 @@ def test_an_update_is_left_between_optimizer_steps_only() -> None:
     with pytest.raises(StageStopped, match="after optimizer step 2 of 8") as left:
         stopping.point(2, 8)
     assert left.value.part.steps == 2
+
+
+def test_an_operation_that_takes_steps_twice_is_left_only_the_first_time() -> None:
+    stopping, part = Stopping(), UpdatePart(steps=1, of=2, metrics={})
+    stopping.begin(1, part, updates=True)
+    assert stopping.left == part
+    assert stopping.begin_steps() == part
+    stopping.point(1, 2)
+    assert stopping.left == part
+    stopping.note(None)
+    assert stopping.left is None
+    stopping.note(UpdatePart(steps=2, of=2, metrics={}))
+    assert stopping.begin_steps() is None
+    stopping.stop(1)
+    stopping.point(0, 2)
+    assert stopping.left is None

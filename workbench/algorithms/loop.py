@@ -290,8 +290,8 @@ class Algorithm(StageEdits):
         every: PositiveInt = 1,
     ) -> pd.DataFrame:
         """Run n iterations; a frame with one row an iteration. An iteration that `step` began, or that fails, is given
-        up. One that was interrupted in a `run`, by stop or the death of a host, or that a checkpoint has, is finished
-        first, and counts.
+        up. One that was interrupted in a `run`, by stop or the death of a host, or whose update failed between two
+        steps, or that a checkpoint has, is finished first, and counts.
 
         The frame's first columns are what one looks at first: reward and its interval, KL, loss, gradient norm, clip
         fraction, response length. A notebook shows these with their curves, and the others behind a fold;
@@ -349,7 +349,8 @@ class Algorithm(StageEdits):
                     sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
                     self._made = {name: made for name, made in self.made.items() if _is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    goes_on = isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
+                    begun = bool(self.lab.runner.interrupted.unfinished)  # an update that failed between two steps
+                    goes_on = begun or isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
                     if updates & sent:
                         self._from_buffer = ()

@@ -33,6 +33,7 @@ from workbench.session.checkpoint.files import Checkpoint, find_checkpoint, read
 from workbench.session.checkpoint.restoring import Restoring
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
+from workbench.stages.interrupted import parts_left
 from workbench.stages.ledger import SentRun
 from workbench.stages.runner import StageRunner
 from workbench.stages.stage import GRACE_S
@@ -351,12 +352,14 @@ def _finish(runner: StageRunner, run: SentRun, note: Note) -> None:
     runner.record_replies(there)
     if run.drawn is not None:
         runner.counters.draw_again(*run.drawn)
-    if not run.updates or len(there) != len(run.hosts) or any(reply.failure for reply in there):
+    if not run.updates or len(there) != len(run.hosts):
         return
-    parts = [reply.stopped for reply in there if reply.stopped is not None]
-    if parts and len(parts) == len(there):
-        runner.interrupted.ended_without_kernel(run, parts, None)
-    elif not parts:
+    failed = any(reply.failure is not None for reply in there)
+    if parts := parts_left(there, len(there)):
+        runner.interrupted.ended_without_kernel(replace(run, failed=failed), parts, None)
+    elif failed:
+        return
+    elif not any(reply.stopped for reply in there):
         metrics: Metrics = {}
         for rank in run.result_ranks:
             merge_metrics(metrics, there[rank].metrics)

@@ -1,5 +1,5 @@
-"""What follows from runs that did not just end well: those that failed, were stopped, or whose kernel is gone. No step
-of an update is taken twice, and no samples are drawn again.
+"""What follows from runs that did not just end well: those that failed, were stopped, or whose kernel is gone. The same
+call again takes no step of an update twice, and draws no samples again.
 
 A first reader of the stage path can skip this file. In it: the errors of runs that were interrupted; `Interrupted`,
 which remembers interrupted updates, so that the same call again goes on with their next step.
@@ -16,7 +16,7 @@ from workbench.backends.hosts import Hosts
 from workbench.batches.store import Weights
 from workbench.display.progress import note
 from workbench.errors import StageInterrupted, UpstreamError, WorkbenchError
-from workbench.messages.calls import Call, UpdatePart
+from workbench.messages.calls import Call, Reply, UpdatePart
 from workbench.messages.metrics import MetricValues
 from workbench.stages.ledger import Counters, Ownership, SentRun
 
@@ -42,6 +42,25 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
         "the weights are as after that step",
         f"run the cell again: the same call again goes on with step {part.steps + 1}",
     )
+
+
+def parts_left(replies: Sequence[Reply], ranks: int) -> tuple[UpdatePart, ...]:
+    """How far ranks came with an update, where all of them left it between the same two steps; else empty."""
+    parts = tuple(reply.stopped for reply in replies if reply.stopped is not None)
+    return parts if len(parts) == ranks and len({part.steps for part in parts}) == 1 else ()
+
+
+def say_where(error: WorkbenchError, part: UpdatePart) -> None:
+    """Add to the error of an update where it was left."""
+    if part.steps:
+        left = f"it has taken optimizer step {part.steps} of {part.of}"
+        again = (
+            f"the same call again goes on with step {part.steps + 1}; with another loss or batch it takes all of them"
+        )
+        if part.steps == part.of:
+            again = "the same call again takes none of them twice"
+        error.rule = "; ".join(filter(None, (error.rule, left)))
+        error.remedy = "; ".join(filter(None, (error.remedy, again)))
 
 
 def cut_short(name: str, *, updates: bool) -> StageInterrupted:
@@ -75,8 +94,9 @@ def of(run: Run) -> Exception:
 
 
 class Interrupted:
-    """unfinished: by role, the last update that was interrupted, or whose kernel is gone: the same call again goes on
-    with its next step, or gives its metrics. An update of another kind, or another state of the role, ends it."""
+    """unfinished: by role, the last update that was interrupted, or failed, or whose kernel is gone: the same call
+    again goes on with its next step, or gives its metrics. An update of another kind, or another state of the role,
+    ends it."""
 
     def __init__(self, hosts: Hosts, ownership: Ownership, counters: Counters) -> None:
         self._hosts, self._ownership, self._counters = hosts, ownership, counters
@@ -91,10 +111,11 @@ class Interrupted:
         run.record_replies()
         role, weights = run.group.role, self._counters.weights
         if run.updates and role in weights and not (run.parts and not run.parts[0].steps):
-            # where ranks failed, how far they came is not known
+            # where ranks failed in the middle of a step, or apart, how far they came is not known
             weights[role] = Weights.fresh(_steps(weights[role].steps, run.parts))
             if run.parts:
-                self._remember(_sent_run(run), run.parts, None)
+                failed = any(reply.failure is not None for reply in run.replies)
+                self._remember(replace(_sent_run(run), failed=failed), run.parts, None)
         self._draw_again(run)
         if run.stuck:
             self._hosts.lost[run.group.pool.name] = f"run {run.number}, {run.name}"
@@ -152,7 +173,9 @@ class Interrupted:
         update = self._take(run, ended=False)
         if update is None:
             return calls
-        note(f"{run.name}: goes on at optimizer step {update.parts[0].steps + 1} of {update.parts[0].of}")
+        part = update.parts[0]
+        where = f"goes on at optimizer step {part.steps + 1} of" if part.steps < part.of else "has taken all of"
+        note(f"{run.name}: {where} {part.of}")
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
     def open_updates(self) -> list[str]:
@@ -161,7 +184,7 @@ class Interrupted:
         return [
             update.name
             for role, update in self.unfinished.items()
-            if update.result is None and weights.get(role) == update.weights
+            if update.result is None and not update.failed and weights.get(role) == update.weights
         ]
 
     def forget(self, *, all_of_them: bool = False) -> None:

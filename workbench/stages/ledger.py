@@ -88,8 +88,8 @@ class SentRun:
     """A stage that was sent to hosts, and whose result its caller does not have: an entry of the journal.
 
     read: the columns that an update read. drawn: (iteration, draw), where it drew samples. Of an update whose ranks
-    have ended it: parts, how far each rank came, where it was stopped between two of its steps; result, its metrics,
-    where it came to its end; weights, as it left them. The same call again goes on from there.
+    have ended it: parts, how far each rank came, where it was stopped, or failed, between two of its steps; result, its
+    metrics, where it came to its end; weights, as it left them. The same call again goes on from there.
     """
 
     number: int
@@ -105,6 +105,7 @@ class SentRun:
     parts: tuple[UpdatePart, ...] = ()
     result: Any = None
     weights: Weights | None = None
+    failed: bool = False
 
     def is_same_call(self, later: SentRun, weights: Weights | None) -> bool:
         """Whether a later run is the same call, on the same rows, of a role that has the weights that this one left."""

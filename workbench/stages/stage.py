@@ -327,7 +327,11 @@ class StageRun(Run):
             self.stuck = True
             raise dead
         if failures:
-            raise one_error(self, failures)
+            error = one_error(self, failures)
+            self.parts = interrupted.parts_left(self.replies, len(self.group.hosts))
+            if self.parts:
+                interrupted.say_where(error, self.parts[0])
+            raise error
         if self.stuck:
             ranks = ", ".join(map(str, self.ranks.working))
             raise StageInterrupted(

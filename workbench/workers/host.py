@@ -161,7 +161,7 @@ class Host(Shards):
 
     def execute(self, call: Call) -> Reply:
         """Run one rank's part of a stage. An error comes back as a `Failure` inside the reply; the reply of a stage
-        that was stopped says how far it came."""
+        that was stopped, and of an update that failed between two steps, says how far it came."""
         recorder = self.recorder
         recorder.drain()
         loaded.note()
@@ -181,6 +181,9 @@ class Host(Shards):
             if passes(error):
                 raise
             failure = Failure.of(error, remedy_for(error, self, call))
+            engine = engine_of(self.workers[call.role]) if call.updates and call.role in self.workers else None
+            if engine is not None and not engine.half_moved:
+                stopped = self._stopping.left
         finally:
             self._stopping.end()
             self._busy = ""

@@ -22,7 +22,7 @@ from torch import Tensor
 from workbench.batches.columns import Ragged
 from workbench.engines.training import Pass, StepReport, TrainingEngine
 from workbench.errors import BadInput
-from workbench.messages.calls import Output
+from workbench.messages.calls import Output, UpdatePart
 from workbench.messages.metrics import Max, Mean, Metrics, merge_metrics
 from workbench.messages.shards import Shard
 from workbench.models.heads import PackedModule, TokenLogProbs
@@ -238,8 +238,8 @@ class PassWorker(Worker):
         engine, context, stopping = self.engine, self.context, self.context.stopping
         assert engine is not None
         metrics, notes, taken = Metrics(), list[str](), 0
-        if stopping.resume_from is not None:
-            taken, metrics = stopping.resume_from.steps, dict(stopping.resume_from.metrics)
+        if (left := stopping.begin_steps()) is not None:
+            taken, metrics = left.steps, dict(left.metrics)
         minibatches = self._cut_terms(terms)
         divisors = list(zip(*(term.divisors(context) for term in terms), strict=True))
         count, done_tokens = len(minibatches), 0
@@ -265,6 +265,7 @@ class PassWorker(Worker):
                         tokens += tokens_of(micro)
                 try:
                     report = engine.step(passes, rate_scales[number] if rate_scales else 1.0)
+                    stopping.note(None)
                     break
                 except torch.OutOfMemoryError as error:
                     if engine.half_moved:
@@ -279,6 +280,7 @@ class PassWorker(Worker):
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)
         metrics["optimizer_steps"] = Max(value=engine.steps)
+        stopping.note(UpdatePart(steps=epochs * count, of=epochs * count, metrics=dict(metrics)))
         return Output(metrics=metrics, notes=tuple(notes))
 
     def _cut(self, batch: Shard, skip: Collection[int] = (), together: int = 1) -> list[list[MicroBatch]]:

@@ -47,7 +47,9 @@ class Stopping:
         self._run = self._passed = 0  # of the stage under way, or the last one
         self._under_way = self._updates = False
         self._asked_for = self._waits_at = 0
-        self.resume_from: UpdatePart | None = None
+        self._resume_from: UpdatePart | None = None
+        self._times = 0  # that the steps of an update have begun
+        self.left: UpdatePart | None = None  # what an update that fails now has done, where nothing is half done
 
     # --- for the stage ------------------------------------------------------------------------------------------------
 
@@ -56,22 +58,38 @@ class Stopping:
         only, at points that say how many it has taken."""
         with self._lock:
             self._run, self._passed, self._together, self._under_way = run, 0, self._everyone, True
-            self.resume_from, self._updates = resume_from, updates
+            self._resume_from, self._updates, self._times, self.left = resume_from, updates, 0, resume_from
 
     def end(self) -> None:
         with self._lock:
-            self._passed, self._under_way, self.resume_from = THE_END, False, None
+            self._passed, self._under_way = THE_END, False
+
+    def begin_steps(self) -> UpdatePart | None:
+        """The steps of an update begin: what they had done when they were left. An operation that takes steps twice is
+        not left from the second time on."""
+        part, self._resume_from = self._resume_from, None
+        self._times += 1
+        if self._times > 1:
+            self.left = None
+        return part
+
+    def note(self, part: UpdatePart | None) -> None:
+        """What an update that fails from here on has done; None: something is half done."""
+        if self._times <= 1:
+            self.left = part
 
     def point(self, steps: int = 0, of: int = 0, metrics: Mapping[str, Metric] | None = None) -> None:
         """A point at which the stage can be stopped: all ranks that compute together call it at the same place. steps,
         of, metrics: what an update has done so far."""
-        if not self._under_way or (self._updates and not of):
+        if not self._under_way or (self._updates and (not of or self._times > 1)):
             return
+        if of:
+            self.note(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
         with self._lock:
             self._passed += 1
             may_stop = self._asked_for == self._run and self._passed >= self._waits_at
         if may_stop and self._passed >= self._agreed():
-            raise StageStopped(UpdatePart(steps=steps, of=of, metrics=dict(metrics or {})))
+            raise StageStopped((of and self.left) or UpdatePart(steps=steps, of=of, metrics={}))
 
     def only(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Inside, only these ranks pass points in step with this one."""
