@@ -54,11 +54,9 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
     """Add to the error of an update where it was left."""
     if part.steps:
         left = f"it has taken optimizer step {part.steps} of {part.of}"
-        again = (
-            f"the same call again goes on with step {part.steps + 1}; with another loss or batch it takes all of them"
-        )
-        if part.steps == part.of:
-            again = "the same call again takes none of them twice"
+        again = "the same call again takes none of them twice"
+        if part.steps < part.of:
+            again = f"the same call again goes on with step {part.steps + 1}; with another loss or batch it takes all"
         error.rule = "; ".join(filter(None, (error.rule, left)))
         error.remedy = "; ".join(filter(None, (error.remedy, again)))
 

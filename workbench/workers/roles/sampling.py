@@ -17,7 +17,6 @@ from workbench.data.agent import Agents
 from workbench.data.environment import Environments
 from workbench.display.html import bytes_text
 from workbench.engines.generation import GenerationEngine, make_generation_engine
-from workbench.errors import SyncError
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Metrics, merge_metrics
 from workbench.messages.operation import ALL_TEXT, register
@@ -482,10 +481,7 @@ class SamplingWorker(Worker):
     def require_small(
         self, gap: float, version: int, trainer: TrainerWeights, differ: Sequence[str] | None = None
     ) -> Metrics:
-        """See `sync_check.require_small`. Where it raises, the next call syncs again, and samples nothing till then."""
+        """See `engine_weights.require_small`. Where it raises, the next call syncs again, and samples nothing till
+        then."""
         assert self.spec.dtype is not None
-        try:
-            return require_small(gap, version, trainer, differ, self.generator, self.spec.dtype, self.context)
-        except SyncError:
-            self.generator.weights_version = -1
-            raise
+        return require_small(gap, version, trainer, differ, self.generator, self.spec.dtype, self.context)
