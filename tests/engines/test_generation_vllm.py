@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections import deque
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -154,6 +155,16 @@ def test_a_step_that_was_launched_ahead_belongs_to_nobody(engine, monkeypatch):
     assert ahead == [1]
     assert not core.batch_queue
     assert engine._engine.reset_prefix_cache()  # refused while a row holds blocks
+    assert engine.generate(cases.PROMPTS, sampling, cases.SEEDS) == expected
+
+
+def test_a_step_that_broke_off_before_its_tokens_were_drawn(engine, monkeypatch):
+    sampling, executor = Sampling(max_new_tokens=6), engine._engine.model_executor
+    expected = engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
+    with monkeypatch.context() as broken:
+        broken.setattr(executor, "sample_tokens", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(cases.PROMPTS, sampling, cases.SEEDS)
     assert engine.generate(cases.PROMPTS, sampling, cases.SEEDS) == expected
 
 

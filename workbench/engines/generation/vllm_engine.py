@@ -97,9 +97,11 @@ class VllmDecoding(Decoding):
 
     def __exit__(self, *error: object) -> None:
         with self._stack, self._working():
+            core = self._client.engine_core
+            # of a step that broke off before its tokens were drawn: vLLM would refuse every later one
+            self._engine.model_executor.driver_worker.worker.model_runner.execute_model_state = None
             self._client.abort_requests(list(self._running))
             # the step that was launched ahead for rows that have ended comes before weights or prefix cache change
-            core = self._client.engine_core
             while core.batch_queue:  # None where steps are not launched ahead
                 core.step_fn()
 
