@@ -18,7 +18,7 @@ from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.algorithms import ALGORITHMS
 from workbench.batches.columns import Ragged
-from workbench.errors import BadInput
+from workbench.errors import BadInput, StageError
 from workbench.objectives.kl import adaptive_kl_step
 
 COMMON = ("prompt_ids", "response_ids", "response_mask")
@@ -253,6 +253,23 @@ class TestDynamicSampling:
         assert batch.rows == 6
         assert batch.lengths("response_ids").max() <= 4
         assert lab.last_metrics["dynamic_sampling"]["rounds"] == 2
+
+    def test_a_draw_that_failed_is_gone_on_with(self, lab: wb.Workbench) -> None:
+        calls = itertools.count()
+
+        @wb.limits(own_process=False)
+        def breaks_in_the_second_draw(prompt: str, response: str, **row: Any) -> float:
+            if next(calls) == 9:
+                raise ConnectionError("the service is away")
+            return 0.0
+
+        algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=breaks_in_the_second_draw, rounds=3)
+        drawn = lab.prompts.drawn
+        with pytest.raises(StageError, match="the service is away"):
+            algorithm.iterate()
+        assert lab.prompts.drawn == drawn + 6
+        algorithm.iterate()
+        assert lab.prompts.drawn == drawn + 8
 
     def test_the_penalty_counts_after_the_choice(self, lab: wb.Workbench) -> None:
         """Groups are chosen by the reward itself; the penalty is part of the advantages' reward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class DAPO(RolloutAlgorithm):
     overlong_buffer: int | None = None
     clip: float = 0.2
     clip_high: float = 0.28
+    _draws = ("", list[dict[str, Any]]())  # the batch of `dynamic_sampling`, and what each further draw has made
 
     def __post_init__(self) -> None:
         self.need("reward")
@@ -76,11 +78,15 @@ class DAPO(RolloutAlgorithm):
         Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
         without variance in the batch), `rewards/mean` and `rewards/interval95` over all that was drawn; the stages
         before this one have reported those of the last draw alone.
+
+        Where a further draw failed or was stopped, the same call goes on with it: its prompts were drawn.
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
         kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
         drawn = rows = rounds = 0
+        draws = self._draws[1] if self._draws[0] == batch.id else []
+        self._draws = batch.id, draws
         while True:
             scores_N, varied_N, uids_N = _varied(batch)
             scores.append((scores_N, uids_N))
@@ -91,10 +97,14 @@ class DAPO(RolloutAlgorithm):
             if rows >= wanted or rounds == self.rounds:
                 break
             rounds += 1
-            made = {first.name: lab.prompts.more(self.prompts)}
+            if len(draws) < rounds:
+                draws.append({first.name: lab.prompts.more(self.prompts)})
+            made = draws[rounds - 1]
             for stage in before:
-                made[stage.name] = stage.call(lab, made)
+                if stage.name not in made:
+                    made[stage.name] = stage.call(lab, made)
             batch = made[graph["dynamic_sampling"].inputs[0]]
+        self._draws = "", []
         shares = {"kept/fraction": rows / drawn, "filled/fraction": max(0, wanted - rows) / wanted}
         lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
         whole = end_to_end([*kept, *others])
