@@ -152,7 +152,7 @@ class Training:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.compile and self.engine == "deepspeed" and self.zero_stage == 3:
+        if self.compile and self.cuts_weights:
             raise BadInput(
                 "Training(compile=True, zero_stage=3)",
                 "stage 3 gathers weights in hooks of the modules that are compiled",
@@ -183,6 +183,11 @@ class Training:
     def peak_learning_rate(self) -> float:
         """The rate between warm-up and decay."""
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether the replicas hold a part of each weight: ZeRO-3."""
+        return self.engine == "deepspeed" and self.zero_stage == 3
 
     def doubt(self, role: str) -> str:
         """What to say of a learning rate that a role is not likely to survive; empty: nothing."""

@@ -358,12 +358,8 @@ class Host(Shards):
         in their places. All ranks of the pool call it."""
         for role in closed:
             worker = self.workers.pop(role)
-            for end in (worker.close, worker.context.calls.close, worker.context.leave_groups):
-                try:
-                    end()
-                except Exception as error:  # it is gone in any case, and the others are in order
-                    warnings.warn(f"closing {role}: {shown(error, 400)}", stacklevel=2)
-            del worker, end
+            _end(role, worker.close, worker.context.calls.close, worker.context.leave_groups)
+            del worker
         _return_memory()
         for role, spec in dict(engines).items():
             with torch.random.fork_rng():
@@ -376,11 +372,12 @@ class Host(Shards):
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
         """Forget what was built beside, and the shards of hosts that stay after all."""
-        for worker in self._incoming.values():
-            if (engine := engine_of(worker)) is not None:
-                engine.close()
-        self._incoming.clear()
-        gc.collect()
+        while self._incoming:
+            role, worker = self._incoming.popitem()
+            engine = engine_of(worker)
+            _end(role, *([engine.close] if engine else []), worker.context.calls.close)
+            del worker, engine
+        _return_memory()
         self.disinherit(hosts)
 
     @_alone
@@ -487,13 +484,21 @@ class Host(Shards):
     def close(self) -> None:
         """Free the workers and batches. The process group ends with the process, or inline with the last workbench."""
         while self.workers:
-            worker = self.workers.popitem()[1]
-            worker.close()
-            worker.context.calls.close()
+            role, worker = self.workers.popitem()
+            _end(role, worker.close, worker.context.calls.close)
             del worker
         self._shards.clear()
         if torch.cuda.is_initialized():  # inline, where the process goes on
             _return_memory()
+
+
+def _end(role: str, *steps: Callable[[], None]) -> None:
+    """End a role step by step. Where one fails the role is gone all the same, and the others are in order."""
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            warnings.warn(f"closing {role}: {shown(error, 400)}", stacklevel=2)
 
 
 def _return_memory() -> None:

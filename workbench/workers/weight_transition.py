@@ -42,8 +42,7 @@ def trained_slices(spec: Model, layout: Layout) -> Slices | None:
     flat shards; None: whole. An adapter under ZeRO-3 counts as whole: it alone moves, and is gathered first."""
     if layout.p * layout.t > 1:
         return "layout"
-    training = spec.training
-    zero = training is not None and training.engine == "deepspeed" and training.zero_stage == 3
+    zero = spec.training is not None and spec.training.cuts_weights
     return "zero" if zero and layout.size > 1 and spec.adapter is None else None
 
 

@@ -63,10 +63,10 @@ class Context:
         """The device of the host. A slot of a CPU is the CPU; a host sees only its own GPU."""
         return torch.device("cuda:0" if self.host.device.startswith("cuda") else "cpu")
 
-    @property
-    def loading_device(self) -> torch.device:
-        """Where a model is loaded: on the device, or in host memory where it is sharded afterwards."""
-        return self.device if self.layout.p * self.layout.t == 1 else torch.device("cpu")
+    def loading_device(self, training: Training | None) -> torch.device:
+        """Where a model is loaded: on the device, or in host memory where it is cut afterwards."""
+        cut = self.layout.p * self.layout.t > 1 or (training is not None and training.cuts_weights)
+        return torch.device("cpu") if cut else self.device
 
     @cached_property
     def groups(self) -> ParallelGroups:

@@ -92,7 +92,8 @@ class DeepSpeedEngine(TrainingEngine):
         deepspeed = _import_deepspeed()
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
-        self.module = place(module, device, trained=stored, frozen=dtype)
+        loaded = torch.device("cpu") if settings.cuts_weights else device
+        self.module = place(module, loaded, trained=stored, frozen=dtype)
         require_equal_parameters(module, communicator)
         _forget_stale_groups()
         self._require_tensor_ranks(1 if model_parallel is None else model_parallel.get_model_parallel_world_size())
@@ -102,12 +103,12 @@ class DeepSpeedEngine(TrainingEngine):
         self._use_own_groups()
         adam = make_optimizer(self._parameters(), settings)
         adam.register_step_pre_hook(self._begin_to_move)
+        config = self._config()
+        if settings.cuts_weights:  # one weight after the other: the device never holds the whole model
+            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=stored)
+            module.to(device)  # its buffers
         self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=adam,
-            config=self._config(),
-            mpu=model_parallel,
-            dist_init_required=False,
+            model=module, optimizer=adam, config=config, mpu=model_parallel, dist_init_required=False
         )
 
     def _use_own_groups(self) -> None:

@@ -176,7 +176,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name is not None
-        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.loading_device)
+        model = load_causal_lm(spec.name, dtype=torch.float32, device=context.loading_device(spec.training))
         if spec.adapter is not None:
             add_lora(model, spec.adapter, spec.seed)
         super().__init__(spec, context, model)

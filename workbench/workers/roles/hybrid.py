@@ -90,10 +90,8 @@ class HybridWorker(TrainedWorker, SamplingWorker):
 
     def _whole_weights(self) -> bool:
         """Whether the module that is trained holds whole weights on this rank."""
-        training = self.spec.training
-        assert training is not None
-        sharded = training.engine == "deepspeed" and training.zero_stage == 3
-        return not sharded and not self.context.groups.model_parallel
+        assert self.spec.training is not None
+        return not self.spec.training.cuts_weights and not self.context.groups.model_parallel
 
     def offload(self) -> None:
         if self.spec.generation is not None:

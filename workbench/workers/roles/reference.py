@@ -220,7 +220,7 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
 
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
-        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device)
+        model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device(None))
         super().__init__(spec, context)
         self.hold(log_probs_of(model, spec), trained=False)
 

@@ -69,7 +69,7 @@ class RewardWorker(ModelWorker):
             assert spec.dtype is not None
             dtype = torch.float32 if spec.trained else getattr(torch, spec.dtype)
             module = load_token_values(
-                spec.name, dtype=dtype, device=context.loading_device, seed=spec.seed, init="normal"
+                spec.name, dtype=dtype, device=context.loading_device(spec.training), seed=spec.seed, init="normal"
             )
             self.hold(module, trained=spec.trained)
         if spec.function is not None:
