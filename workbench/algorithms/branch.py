@@ -21,6 +21,7 @@ from workbench.display.html import table
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
+from workbench.support.replaced import replaced
 from workbench.support.validation import Rule
 
 if TYPE_CHECKING:
@@ -95,35 +96,32 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     if not plans:
         raise BadInput("no arms", "at least one algorithm", 'lab.compare(batch, {"ppo": wb.PPO(lab)})')
     updated = {s.role for graph, todo in plans.values() for s in graph.stages if s.updates and s.name in todo}
-    counters, batches, done = runner.counters, runner.batches, list[Arm]()
-    before, looping, put_back_prompts = counters.last_metrics, batches.looping, lab.prompts.kept()
+    counters, done, put_back_prompts = runner.counters, list[Arm](), lab.prompts.kept()
 
     def put_back() -> None:
         put_back_prompts()
         runner.ownership.record()
 
-    batches.looping = True
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(put_back)
-            go_back = stack.enter_context(runner.snapshots.kept(*sorted(updated)))
-            for name, (graph, todo) in plans.items():
-                counters.last_metrics = {}
-                newest, values = batch, dict[str, Any]()
-                with _named(name), lab.overlap():
-                    for stage in graph.stages:
-                        if stage.name in todo:
-                            values[stage.name] = graph.call(stage, lab, values)
-                        else:
-                            values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
-                        newest = values[stage.name] if isinstance(values[stage.name], Batch) else newest
-                taken, told = tuple(n for n in graph.names if n not in todo), counters.last_metrics
-                metrics = {f"{stage}/{n}": value for stage, found in told.items() for n, value in found.items()}
-                done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
-                go_back()
-                put_back()
-    finally:
-        counters.last_metrics, batches.looping = before, looping
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(counters, "last_metrics", {}))
+        stack.enter_context(replaced(runner.batches, "looping", True))
+        stack.callback(put_back)
+        go_back = stack.enter_context(runner.snapshots.kept(*sorted(updated)))
+        for name, (graph, todo) in plans.items():
+            counters.last_metrics = {}
+            newest, values = batch, dict[str, Any]()
+            with _named(name), lab.overlap():
+                for stage in graph.stages:
+                    if stage.name in todo:
+                        values[stage.name] = graph.call(stage, lab, values)
+                    else:
+                        values[stage.name] = values[stage.inputs[0]] if stage.inputs else batch
+                    newest = values[stage.name] if isinstance(values[stage.name], Batch) else newest
+            taken, told = tuple(n for n in graph.names if n not in todo), counters.last_metrics
+            metrics = {f"{stage}/{n}": value for stage, found in told.items() for n, value in found.items()}
+            done.append(Arm(name=name, batch=newest, metrics=metrics, ran=tuple(todo), taken=taken))
+            go_back()
+            put_back()
     return Comparison(batch, tuple(done))
 
 

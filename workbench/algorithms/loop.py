@@ -41,6 +41,7 @@ from workbench.stages.run import Run
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import check_call
 from workbench.support.notebook_cell import Cell, running_cell, variable_of
+from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
 
 if TYPE_CHECKING:
@@ -165,13 +166,10 @@ class Algorithm(StageEdits):
         if pause_after is not None:
             check_can_pause(graph)
         self.lab.runner.require_nothing_to_skip("draw_ahead()")
-        with self._stoppable("draw_ahead"):
+        with self._stoppable("draw_ahead"), replaced(self, "_pause_after", pause_after):
             self.lab.position.take_up(self)
-            self.lab.position.algorithm, self._pause_after = self, pause_after
-            try:
-                return self._draw_ahead()
-            finally:
-                self._pause_after = None
+            self.lab.position.algorithm = self
+            return self._draw_ahead()
 
     def _draw_ahead(self, **how: Any) -> Batch:
         once = self._once
@@ -248,16 +246,12 @@ class Algorithm(StageEdits):
 
     def iterate(self) -> dict[str, float]:
         """The rest of the iteration that `step` began, or a whole one; the metrics of its stages."""
-        batches = self.lab.runner.batches
-        iterating, batches.iterating = batches.iterating, True
-        try:
-            with recording(self, "iterate"), self._stoppable("iterate"):
+        iterating = replaced(self.lab.runner.batches, "iterating", True)
+        with iterating, recording(self, "iterate"), self._stoppable("iterate"):
+            self.step()
+            while self._under_way:
                 self.step()
-                while self._under_way:
-                    self.step()
-                return self.metrics()
-        finally:
-            batches.iterating = iterating
+            return self.metrics()
 
     @contextmanager
     def _stoppable(self, call: str) -> Iterator[None]:
