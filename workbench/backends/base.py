@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from workbench.messages.calls import Call, HostInfo
@@ -24,13 +23,14 @@ class Pending(ABC):
         """Wait for the answer; raises what the host raised."""
 
 
-def answered(pending: Pending) -> bool:
-    """Whether a host has done what it was asked."""
-    with suppress(Exception):  # whatever the host raised
-        if pending.done():
+def failure(pending: Pending) -> Exception | None:
+    """What a host has raised; None: it has done what it was asked, or has not answered yet."""
+    if pending.done():
+        try:
             pending.result()
-            return True
-    return False
+        except Exception as error:
+            return error
+    return None
 
 
 class Backend(ABC):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backends import registry
-from workbench.backends.base import Backend, Pending, answered
+from workbench.backends.base import Backend, Pending, failure
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
 from workbench.backends.starting import Wait, begin_loading, join_pools, settle
@@ -166,7 +166,7 @@ class Hosts:
         if not pending.done():
             self.clean_up_later(pool, what, pending)
             return "late"
-        if not answered(pending):
+        if failure(pending) is not None:
             self.lost[pool] = what
             return "lost"
         return ""
@@ -184,5 +184,5 @@ class Hosts:
             except WorkbenchError:
                 lost.add(info.pool)
         self.backend.wait(list(asked.values()), timeout_s)
-        lost |= {info.pool for info, pending in asked.items() if not answered(pending)}
+        lost |= {info.pool for info, pending in asked.items() if not pending.done() or failure(pending) is not None}
         return lost & {info.pool for info in self.infos}

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from workbench.backends.base import Backend, Pending
+from workbench.backends.base import Backend, Pending, failure
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -93,7 +93,7 @@ def begin_loading(
                     **options,
                 )  # fmt: skip
                 loading.append(Step(f"loading {role}", info, pending))
-                if _failure(loading[-1]):  # inline, where a call is over when it returns
+                if failure(pending):  # inline, where a call is over when it returns
                     settle(backend, loading, note)
     return loading
 
@@ -120,11 +120,11 @@ def settle(backend: Backend, steps: Sequence[Step], note: Note) -> list[Any]:
     failed_s: float | None = None
     while len(backend.wait([step.pending for step in steps], POLL_S)) < len(steps):
         note(_doing(backend, steps) or steps[0].what)
-        if failed_s is None and any(_failure(step) for step in steps):
+        if failed_s is None and any(failure(step.pending) for step in steps):
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
             break
-    failures = [(step, failure) for step in steps if (failure := _failure(step))]
+    failures = [(step, error) for step in steps if (error := failure(step.pending))]
     if failures:
         raise _one_error(failures)
     return [step.pending.result() for step in steps]
@@ -147,18 +147,9 @@ def _doing(backend: Backend, steps: Sequence[Step]) -> str:
     return ", ".join(filter(None, said))
 
 
-def _failure(step: Step) -> Exception | None:
-    if step.pending.done():
-        try:
-            step.pending.result()
-        except Exception as error:
-            return error
-    return None
-
-
 def _one_error(failures: list[tuple[Step, Exception]]) -> WorkbenchError:
     # what other ranks run into follows from a host's death
-    failures = sorted(failures, key=lambda failure: not isinstance(failure[1], HostDied))
+    failures = sorted(failures, key=lambda failed: not isinstance(failed[1], HostDied))
     step, first = failures[0]
     same = [s for s, error in failures if (s.what, type(error), str(error)) == (step.what, type(first), str(first))]
     ranks = "; ".join(
