@@ -126,24 +126,22 @@ class Checkpoints:
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
         """Between two iterations: save where `autosave` says so."""
-        automatic = self.automatic
-        if automatic is None or self._runner.snapshots.open or not automatic.due(self._runner.counters.iteration):
+        automatic, iteration = self.automatic, self._runner.counters.iteration
+        if automatic is None or self._runner.snapshots.open or not automatic.due(iteration):
             return
-        own = automatic.folder.is_relative_to(self._runner.hosts.run_folder)  # elsewhere other runs may save as well
-        name = (
-            f"{'' if own else f'{self._runner.hosts.run_folder.name}-'}iteration-{self._runner.counters.iteration:06d}"
-        )
-        folder = _unused(automatic.folder / name)
+        run_folder = self._runner.hosts.run_folder
+        own = automatic.folder.is_relative_to(run_folder)  # elsewhere other runs may save as well
+        folder = _unused(automatic.folder / f"{'' if own else f'{run_folder.name}-'}iteration-{iteration:06d}")
         try:
             self.save(folder, algorithm, models=automatic.models)
         except (StageInterrupted, HostDied):
             if (folder / MANIFEST).is_file():  # it was whole before the interrupt came
-                automatic.note(folder, self._runner.counters.iteration)
+                automatic.note(folder, iteration)
             raise
         except Exception as error:
-            warnings.warn(f"no checkpoint after iteration {self._runner.counters.iteration}: {error}", stacklevel=2)
+            warnings.warn(f"no checkpoint after iteration {iteration}: {error}", stacklevel=2)
             return
-        automatic.note(folder, self._runner.counters.iteration)
+        automatic.note(folder, iteration)
         while len(automatic.written) > automatic.keep:
             shutil.rmtree(automatic.written.pop(0), ignore_errors=True)
 
@@ -218,7 +216,7 @@ class Checkpoints:
         }  # fmt: skip
         if prompts.records is not None:
             write_bytes(folder / LEDGER, prompts.records.state())
-        state["buffer"] = _kept_rollouts(position, folder)
+        state["buffer"] = position.buffer.state(_keeping(folder, "buffer"))
         rank_states = self._on_ranks(roles, "save_role", bar)
         # only when every rank has written its part: here ranks wait for each other
         self._on_ranks({role: files for role, files in roles.items() if files.model}, "save_model", bar)
@@ -297,35 +295,32 @@ def _check_room(folder: Path, roles: Mapping[str, RoleFiles]) -> None:
         )  # fmt: skip
 
 
-def _kept_rollouts(position: Position, folder: Path) -> list[dict[str, Any]]:
-    """What waits in the buffer, each batch in a file of its own."""
+def _keeping(folder: Path, part: str) -> Callable[[Batch], dict[str, str]]:
+    """What writes each batch to a file of its own, in a part of a checkpoint's folder."""
     numbers = itertools.count()
 
     def keep(batch: Batch) -> dict[str, str]:
-        (folder / "buffer").mkdir(exist_ok=True)
-        path = write(folder / "buffer" / f"{next(numbers)}.safetensors", batch)
+        (folder / part).mkdir(exist_ok=True)
+        path = write(folder / part / f"{next(numbers)}.safetensors", batch)
         return {"batch": str(path.relative_to(folder))}
 
-    return position.buffer.state(keep)
+    return keep
 
 
 def _algorithm_state(algorithm: Algorithm, folder: Path) -> dict[str, Any]:
     """The position of an algorithm; what the iteration under way has made is written to files of its own."""
     made: dict[str, Any] = {}
-    if algorithm.under_way:
-        (folder / "made").mkdir()
-        for number, (stage, value) in enumerate(algorithm.made.items()):
-            found = value.result() if isinstance(value, Run) else value
-            if isinstance(found, Batch):
-                made[stage] = {
-                    "batch": str(write(folder / "made" / f"{number}.safetensors", found).relative_to(folder))
-                }
-            elif isinstance(found, Mapping):
-                made[stage] = {"metrics": dict(found)}
-            else:
-                raise BadInput(
-                    f"saving in the middle of an iteration whose stage {stage!r} made a {type(found).__name__}",
-                    "batches and metrics can be saved",
-                    "finish the iteration first, with iterate()",
-                )
+    keep = _keeping(folder, "made")
+    for stage, value in algorithm.made.items() if algorithm.under_way else ():
+        found = value.result() if isinstance(value, Run) else value
+        if isinstance(found, Batch):
+            made[stage] = keep(found)
+        elif isinstance(found, Mapping):
+            made[stage] = {"metrics": dict(found)}
+        else:
+            raise BadInput(
+                f"saving in the middle of an iteration whose stage {stage!r} made a {type(found).__name__}",
+                "batches and metrics can be saved",
+                "finish the iteration first, with iterate()",
+            )
     return algorithm.position(made)
