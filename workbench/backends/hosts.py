@@ -12,7 +12,7 @@ from workbench.backends import registry
 from workbench.backends.base import Backend, Pending, failure
 from workbench.backends.inline import InlineBackend
 from workbench.backends.ray import RayBackend
-from workbench.backends.starting import Wait, begin_loading, join_pools, settle
+from workbench.backends.starting import Step, Wait, begin_loading, join_pools, settle
 from workbench.config.description import Description
 from workbench.errors import HostDied, StageError, WorkbenchError
 from workbench.messages.calls import HostInfo
@@ -60,9 +60,6 @@ class Hosts:
     @property
     def whole(self) -> list[HostInfo]:
         return [info for info in self.infos if info.pool not in self.lost]
-
-    def named(self) -> dict[str, HostInfo]:
-        return {info.name: info for info in self.infos}
 
     def starting(self, change: PlacementChange, description: Description) -> list[HostInfo]:
         """The hosts that a change of placement starts."""
@@ -133,6 +130,11 @@ class Hosts:
             registry.check_room(description)
 
     # --- asking -------------------------------------------------------------------------------------------------------
+
+    def step(self, what: str, host: str, method: str, *args: Any) -> Step:
+        """Ask a host for set-up work, such as "restoring critic"; `settle` waits for it."""
+        info = next(info for info in self.infos if info.name == host)
+        return Step(what, info, self.backend.work(host, method, *args))
 
     def describe(self, without: Collection[str] = ()) -> list[dict[str, Any]]:
         """What every host says of itself, in the order of `infos`; those of some pools are not asked."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.backends.starting import Step, settle
+from workbench.backends.starting import settle
 from workbench.config.requirements import check
 from workbench.data.reward_function import check_function
 from workbench.display.html import table
@@ -322,9 +322,8 @@ class Reloader:
 
     def _everywhere(self, what: str, method: str, *args: Any) -> list[Any]:
         with Progress(what) as bar:
-            backend = self._hosts.backend
-            steps = [Step(what, info, backend.work(info.name, method, *args)) for info in self._hosts.whole]
-            return settle(backend, steps, lambda text: bar.update(0, 0))
+            steps = [self._hosts.step(what, info.name, method, *args) for info in self._hosts.whole]
+            return settle(self._hosts.backend, steps, lambda text: bar.update(0, 0))
 
 
 def _stamps(paths: Collection[str]) -> dict[str, Stamp]:

@@ -15,7 +15,7 @@ import torch
 
 from workbench.backends.base import Backend
 from workbench.backends.inline import InlineBackend
-from workbench.backends.starting import Step, join_pools, settle
+from workbench.backends.starting import join_pools, settle
 from workbench.display.html import table
 from workbench.errors import BadInput, NotFound, StageInterrupted, UpstreamError, WorkbenchError
 from workbench.errors.frames import StageFailure, block, cell_names
@@ -248,10 +248,8 @@ def _take_state(runner: StageRunner, role: str, host: Host) -> None:
         parts=() if model is None else tuple(state_of(model)), source=(source, tuple(range(len(group.hosts)))),
         destination=(Layout(), (len(group.hosts),)),
     )  # fmt: skip
-    infos = hosts.named()
     steps = [
-        Step(f"publishing {role}", infos[name], hosts.backend.work(name, "publish_role", move, rank))
-        for rank, name in enumerate(group.hosts)
+        hosts.step(f"publishing {role}", name, "publish_role", move, rank) for rank, name in enumerate(group.hosts)
     ]
     try:
         states: list[RankState] = settle(hosts.backend, steps, lambda text: None)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, SupportsFloat
 import torch
 
 from workbench.backends.hosts import Hosts
-from workbench.backends.starting import Step, settle
+from workbench.backends.starting import settle
 from workbench.batches import files
 from workbench.batches.schema import ScoredRows
 from workbench.display.progress import note
@@ -317,11 +317,12 @@ class Snapshots:
     def _everywhere(
         self, doing: str, roles: Mapping[HostInfo, list[str]], method: str, key: str, *, which: bool = False
     ) -> None:
-        backend = self._runner.hosts.backend
-        settle(backend, [
-            Step(f"{doing} {', '.join(mine)}", info, backend.work(info.name, method, key, *([mine] if which else [])))
+        hosts = self._runner.hosts
+        steps = [
+            hosts.step(f"{doing} {', '.join(mine)}", info.name, method, key, *([mine] if which else []))
             for info, mine in roles.items()
-        ], lambda _: None)  # fmt: skip
+        ]
+        settle(hosts.backend, steps, lambda _: None)
 
     def _by_host(self, roles: Sequence[str]) -> dict[HostInfo, list[str]]:
         """The hosts that keep something, each with the roles; a role without workers of its own holds nothing."""

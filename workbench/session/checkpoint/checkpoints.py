@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.algorithms.loop import Algorithm
-from workbench.backends.starting import Step, settle
+from workbench.backends.starting import settle
 from workbench.batches.batch import Batch
 from workbench.batches.files import write
 from workbench.data.prompt_stream import PromptStream
@@ -252,9 +252,8 @@ class Checkpoints:
     def _on_ranks(self, roles: Mapping[str, RoleFiles], method: str, bar: Progress) -> dict[str, list[Any]]:
         """Have all ranks of roles write; the answers of each role's ranks."""
         runner, backend = self._runner, self._runner.hosts.backend
-        infos = runner.hosts.named()
         steps = {
-            (role, rank): Step(f"saving {role}", infos[host], backend.work(host, method, files, rank))
+            (role, rank): runner.hosts.step(f"saving {role}", host, method, files, rank)
             for role, files in roles.items() for rank, host in enumerate(runner.groups.by_role[role].hosts)
         }  # fmt: skip
         try:

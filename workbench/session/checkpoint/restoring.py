@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workbench.backends.starting import Step, settle
+from workbench.backends.starting import Note, settle
 from workbench.batches.store import Weights
 from workbench.data.prompt_stream import PromptStream
 from workbench.errors import BadInput
@@ -21,8 +21,6 @@ from workbench.workers.role_state import RankState, RoleFiles
 
 if TYPE_CHECKING:
     from workbench.config.description import Description
-
-Note = Callable[[str], None]
 
 
 class Restoring:
@@ -103,7 +101,6 @@ class Restoring:
     def load(self, runner: StageRunner, position: Position, prompts: PromptStream, note: Note) -> None:
         """Give the roles their states, and the controller its counters."""
         hosts, groups = runner.hosts, runner.groups.by_role
-        infos = hosts.named()
         models, steps = hosts.description.role_models(), []
         random: dict[str, Any] = {}
         for role, files in self._files.items():
@@ -112,19 +109,14 @@ class Restoring:
             for rank, host in enumerate(groups[role].hosts):
                 mine: RankState = states[rank % len(states)]
                 random.setdefault(host, mine.random)
-                pending = hosts.backend.work(host, "load_role", files, parts, rank, mine)
-                steps.append(Step(f"restoring {role}", infos[host], pending))
+                steps.append(hosts.step(f"restoring {role}", host, "load_role", files, parts, rank, mine))
         if ROLLOUT in groups:
             layout, none = hosts.description.layout_of(ROLLOUT), RankState(steps=0, moments=False, random={}, extra={})
             nothing = RoleFiles(role=ROLLOUT, folder="", parts=(), layout=layout)
             for rank, host in enumerate(groups[ROLLOUT].hosts):
-                pending = hosts.backend.work(host, "load_role", nothing, (), rank, none)
-                steps.append(Step("restoring rollout", infos[host], pending))
+                steps.append(hosts.step("restoring rollout", host, "load_role", nothing, (), rank, none))
         settle(hosts.backend, steps, note)
-        last = [
-            Step("going on", infos[host], hosts.backend.work(host, "continue_random", state))
-            for host, state in random.items()
-        ]
+        last = [hosts.step("going on", host, "continue_random", state) for host, state in random.items()]
         settle(hosts.backend, last, note)
         self._count(runner, position, prompts)
 
