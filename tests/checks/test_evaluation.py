@@ -18,8 +18,9 @@ from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.checks.evaluation import _passed, _rows, _scores, majority_at_k, summary
-from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
+from workbench.workers.roles import reference
+from workbench.workers.weight_exchange import uncut_weights
 
 SHORT = wb.Sampling(max_new_tokens=6)
 SYNC = "generate_sequences/sync_gap/mean"
@@ -254,7 +255,8 @@ def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench, monkeypatch: p
     assert lab.check("kl")["kl"].verdict == "ok"
     assert lab.reference.weight_digests() == lab.actor.weight_digests()
     before = lab.reference.weight_digests()
-    monkeypatch.setattr(TorchEngine, "weight_shapes", lambda engine: {"another.weight": (1,)})
+    another = uncut_weights({"another.weight": (1,)}, "float32")
+    monkeypatch.setattr(reference, "weights_of", lambda *of_model: another)
     with expect_error(BadInput, value=r"weight 'another\.weight'", rule="of its own architecture"):
         lab.refresh_reference()
     assert lab.reference.weight_digests() == before

@@ -107,7 +107,6 @@ def outcome(case: str, layout: Layout, kind: str = "torch") -> dict[str, Any]:
         "weights": weights(engine),
         "restored": all(torch.equal(weight, trained[name]) for name, weight in engine.local_weights()),
         "local": trained,
-        "shapes": engine.weight_shapes(),
         "memory": engine.memory_bytes(),
         "moved_bytes": engine.moved_bytes,
         "output": _read(case, engine),

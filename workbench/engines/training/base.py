@@ -184,10 +184,6 @@ class TrainingEngine(ABC):
         for name, parameter in self.module.named_parameters():
             yield names.get(name, name), parameter.detach()
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full shape of every weight, by transformers' names."""
-        return {name: tuple(weight.shape) for name, weight in self.local_weights()}
-
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the module's adapter by peft's names, as they are stored; else as `named_weights`."""
         for name, file_name in adapter_names(self.module).items():

@@ -290,12 +290,6 @@ class DeepSpeedEngine(TrainingEngine):
             start = min(self._rank * shard.numel(), parameter.ds_numel)
             yield names.get(name, name), shard[: parameter.ds_numel - start]
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = transformers_names(self.module)
-        return {
-            names.get(name, name): tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()
-        }
-
     @property
     def _adam(self) -> torch.optim.Optimizer:
         """The Adam inside the sharded optimizer, or the optimizer itself."""

@@ -230,9 +230,6 @@ class ShardedEngine(TrainingEngine):
         for name, parameter in self._shard.held.items():
             yield name, parameter.detach()
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {weight.name: weight.shape for weight in self._shard.weights}
-
     def gradients(self, passes: Sequence[Pass]) -> Iterator[tuple[str, Tensor]]:
         with self.whole_gradients(passes):
             for weight in self._shard.weights:

@@ -239,17 +239,18 @@ class ReferenceWorker(ReferencePolicy, ModelWorker):
 
         Raises `BadInput`, with nothing changed, unless they are all the weights of this model.
         """
-        mine, given = self.engine.weight_shapes(), self.context.exchange.contents(published).shapes
+        module: Any = self.engine.module
+        layouts = published.layout, self.context.layout
+        weights = weights_of(module.get_backbone().config, str(self.spec.dtype), *layouts)
+        mine = {weight.name: weight.shape for weight in weights}
+        given = self.context.exchange.contents(published).shapes
         wrong = [name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name)]
         if wrong:
             raise BadInput(
                 f"weight {min(wrong)!r}", "the reference takes over weights of its own architecture alone",
                 "open the workbench with the actor's model as reference",
             )  # fmt: skip
-        module: Any = self.engine.module
-        config, rank = module.get_backbone().config, self.context.communicator.rank
-        layouts = published.layout, self.context.layout
-        plan = plan_of_taking(weights_of(config, str(self.spec.dtype), *layouts), *layouts)
+        plan, rank = plan_of_taking(weights, *layouts), self.context.communicator.rank
         me, live = plan.destination.ranks[rank], dict(self.engine.local_weights())
         shards = {weight.name: plan.destination.shard(weight, me) for weight in plan.weights}
         held = {name: (live[name], shard) for name, shard in shards.items() if shard is not None}
