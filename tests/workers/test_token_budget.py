@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +32,18 @@ def worker_with(room: Room | None, trained: bool = True, tokens: int | None = No
     return worker
 
 
-def on_a_device(worker: Any, device_bytes: int) -> TokenBudget:
-    """The budget that the worker would have on a GPU of this size, with torch's CPU allocator in place of the GPU's."""
-    module, trained = worker.engine.module, isinstance(worker, ActorWorker)
-    worker.budget = TokenBudget(
-        None, worker.context, worker.engine, module, trained=trained, measure=peak_on_cpu, device_bytes=device_bytes
-    )
-    return worker.budget
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, int], TokenBudget]:
+    """The budget that a worker would have on a GPU of some size, with torch's CPU allocator in place of the GPU's."""
+    monkeypatch.setattr("workbench.workers.passes.peak_bytes", lambda work, recorder: peak_on_cpu(work))
+
+    def budget(worker: Any, device_bytes: int) -> TokenBudget:
+        monkeypatch.setattr("workbench.workers.passes.own_gpu_bytes", lambda: device_bytes)
+        module, trained = worker.engine.module, isinstance(worker, ActorWorker)
+        worker.budget = TokenBudget(None, worker.context, worker.engine, module, trained=trained)
+        return worker.budget
+
+    return budget
 
 
 def shard_of(rows: int) -> Shard:
@@ -46,7 +52,7 @@ def shard_of(rows: int) -> Shard:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool) -> None:
+def test_a_pass_of_as_many_tokens_as_fit_fits(trained: bool, on_a_device: Callable[[Any, int], TokenBudget]) -> None:
     worker = worker_with(Room(lasting=10 * MB), trained)
     reserved, left = int(1.5 * 2**30), 150 * MB
     budget = on_a_device(worker, reserved + 10 * MB + left)

@@ -57,8 +57,6 @@ ZeroToOne = Annotated[Number, Field(ge=0, le=1)]
 
 Inputs = Callable[[MicroBatch], Mapping[str, Any]]  # what the module is given of a micro-batch
 TokenLoss = Callable[[MicroBatch, Any], tuple[Tensor, DeviceMetrics]]
-Measure = Callable[[Callable[[], None]], int]
-"""Runs a function, and gives its peak of bytes beside those that were allocated before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +300,7 @@ class TokenBudget:
     placement on the same device gives the same numbers on every run. All ranks of the pool ask first at the same time,
     and take the smallest answer.
 
-    measure, device_bytes: of the GPU; None: asked of its allocator. padded: whether micro-batches are padded.
+    padded: whether micro-batches are padded.
     """
 
     def __init__(
@@ -313,11 +311,8 @@ class TokenBudget:
         module: PackedModule,
         *,
         trained: bool,
-        measure: Measure | None = None,
-        device_bytes: int | None = None,
     ) -> None:
         self._context, self._engine, self._module, self._trained = context, engine, module, trained
-        self._measure, self._device_bytes = measure or _measured_on_gpu(context.recorder), device_bytes
         self.padded = module.padded_because is not None
         self.notes: list[str] = []
         self.automatic = given is None and context.room is not None
@@ -353,7 +348,9 @@ class TokenBudget:
         self._engine.load("parameters")
         small, large = TRIAL_TOKENS
         try:
-            first, second = (self._measure(lambda n=tokens: self._trial(n)) for tokens in TRIAL_TOKENS)  # type: ignore[misc]
+            first, second = (
+                peak_bytes(partial(self._trial, tokens), self._context.recorder) for tokens in TRIAL_TOKENS
+            )
         except torch.OutOfMemoryError:
             layout = self._context.layout
             if layout.p * layout.t > 1 or (self._trained and layout.size > 1):  # the others are inside a collective
@@ -361,8 +358,7 @@ class TokenBudget:
             return TOKENS_STEP
         each = max(1.0, (second - first) / (large - small))
         fixed = first - each * small  # gradients among it
-        has = self._device_bytes if self._device_bytes is not None else own_gpu_bytes()
-        left = self._context.room.pass_bytes(has) - fixed
+        left = self._context.room.pass_bytes(own_gpu_bytes()) - fixed
         fitting = int((1 - MARGIN) * left / each) // TOKENS_STEP * TOKENS_STEP
         return min(MOST_TOKENS, max(TOKENS_STEP, fitting))
 
@@ -395,21 +391,18 @@ class TokenBudget:
         return Pass(inputs=inputs, loss=nothing)
 
 
-def _measured_on_gpu(recorder: Recorder) -> Measure:
-    """By torch's allocator; peaks of the recorder's spans stay correct."""
-
-    def measure(work: Callable[[], None]) -> int:
+def peak_bytes(work: Callable[[], None], recorder: Recorder) -> int:
+    """The most bytes of the GPU that some work allocates, beside those that were allocated before; peaks of the
+    recorder's spans stay correct."""
+    torch.cuda.synchronize()
+    before, meter = torch.cuda.memory_allocated(), recorder.peak_meter()
+    interval = meter.open()
+    try:
+        work()
         torch.cuda.synchronize()
-        before, meter = torch.cuda.memory_allocated(), recorder.peak_meter()
-        interval = meter.open()
-        try:
-            work()
-            torch.cuda.synchronize()
-        finally:
-            peak = meter.close(interval)
-        return peak - before
-
-    return measure
+    finally:
+        peak = meter.close(interval)
+    return peak - before
 
 
 def chosen(column: Ragged, shard: Shard) -> Tensor:
