@@ -15,7 +15,6 @@ from torch import Tensor
 from workbench.batches.columns import Table
 from workbench.batches.schema import COUNTING
 from workbench.data.reward_function import Weight
-from workbench.engines.training import TrainingEngine
 from workbench.errors import BadInput
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Max, Mean
@@ -106,16 +105,9 @@ class RewardWorker(ModelWorker):
             self._module.shift = state["shift"]
 
     @property
-    def _model(self) -> TrainingEngine:
-        if self.engine is None:
-            raise BadInput(f"{type(self).__name__} has no model", "it was declared with a function")
-        return self.engine
-
-    @property
     def _module(self) -> TokenValues:
-        module = self._model.module
-        assert isinstance(module, TokenValues)
-        return module
+        assert self.engine is not None and isinstance(self.engine.module, TokenValues)
+        return self.engine.module
 
     @register(ONE_TO_ALL)
     def save_model(self, path: str | Path, *, card: str = "", shard_gb: PositiveFloat = SHARD_GB) -> str:
@@ -143,13 +135,13 @@ class RewardWorker(ModelWorker):
         Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, section 3.4.
         """
         rows = replace(batch, columns={**batch.columns, "response_ids": batch.ragged(answers)})
-        scores = self.row_values(rows, LAST_TOKEN_SCORES)
-        scores = self._model.everywhere(scores)[batch.valid]
+        assert self.engine is not None  # `_check_trained` of the operation
+        scores = self.engine.everywhere(self.row_values(rows, LAST_TOKEN_SCORES))[batch.valid]
         sums = torch.tensor([float(scores.double().sum()), len(scores)], dtype=torch.float64)
         total, count = self.context.groups.data.all_reduce(sums).tolist()
         self._module.shift += total / count
         told = {"shift": Mean(total=self._module.shift, count=1), "before/mean": Mean(total=total, count=count)}
-        return Output(metrics={**told, "optimizer_steps": Max(value=self._model.steps)})
+        return Output(metrics={**told, "optimizer_steps": Max(value=self.engine.steps)})
 
     @_scores_pairs(writes=("chosen_rewards", "rejected_rewards"))
     def compute_pair_rewards(self, batch: Shard) -> Output:
