@@ -215,9 +215,6 @@ class RoleFiles:
         once = replace(part, sharding="fsdp") if part.sharding == "replicas" else part
         return once.distribution(self.layout, self.ranks)
 
-    def part(self, what: str) -> Part | None:
-        return next((part for part in self.parts if part.what == what), None)
-
     def plan(self, saved: Part, part: Part, layout: Layout) -> Reshard:
         """Which rank of a layout reads which elements from which file. Readers are numbered after the writers."""
         readers = tuple(range(self.layout.size, self.layout.size + layout.size))
