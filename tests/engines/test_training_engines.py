@@ -29,7 +29,6 @@ from tests.engines.training_ranks import (
     weights,
 )
 from tests.expected import expect_error
-from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.steps import make_moments
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
@@ -270,8 +269,6 @@ def test_untrained_module_is_only_run() -> None:
     assert engine.memory_bytes()["gradients"] == engine.memory_bytes()["optimizer"] == 0
     with expect_error(BadInput, value="not trained"):
         engine.step([negative_log_likelihood(sequences(0))])
-    with expect_error(BadInput, remedy="TorchEngine"):
-        DeepSpeedEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.float32)
 
 
 def test_a_step_needs_a_micro_batch() -> None:

@@ -63,7 +63,7 @@ class DeepSpeedEngine(TrainingEngine):
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
     that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole. Raises
-    `MissingDependency` without deepspeed, `BadInput` without settings.
+    `MissingDependency` without deepspeed.
     """
 
     settings: Training
@@ -72,15 +72,13 @@ class DeepSpeedEngine(TrainingEngine):
     def __init__(
         self,
         module: nn.Module,
-        settings: Training | None,
+        settings: Training,
         communicator: Collectives,
         *,
         device: torch.device,
         dtype: torch.dtype,
         model_parallel: Any = None,
     ) -> None:
-        if settings is None:
-            raise BadInput("DeepSpeedEngine without settings", "DeepSpeed trains", "run it on TorchEngine")
         self.settings, self.steps = settings, 0
         self._rank, self._world_size, self._device = communicator.rank, communicator.world_size, device
         self._dtype, self._stage = dtype, settings.zero_stage
@@ -434,14 +432,13 @@ class DeepSpeedTensorEngine(ShardedEngine, DeepSpeedEngine):
     def __init__(
         self,
         module: PackedModule,
-        settings: Training | None,
+        settings: Training,
         groups: ParallelGroups,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if settings is not None:
-            check_deepspeed_layout(groups.layout, settings)
+        check_deepspeed_layout(groups.layout, settings)
         self._groups, self._shard = groups, shard_model(module, groups)
         for weight in self._shard.weights:  # Megatron's mark, by which DeepSpeed counts them on each rank in the norm
             self._shard.held[weight.name].tensor_model_parallel = weight.axis is not None  # type: ignore[attr-defined]
