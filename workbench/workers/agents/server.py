@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from workbench.errors import MissingDependency
@@ -149,16 +150,10 @@ class AgentServer:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             return web.Response(body=events(kind, body, with_usage=asked.usage), headers=headers)
 
-        async def chat(request: Any) -> Any:
-            return await answered(request, "chat")
-
-        async def text(request: Any) -> Any:
-            return await answered(request, "text")
-
         app = web.Application(middlewares=[in_openais_form], client_max_size=MOST_REQUEST_BYTES)
         app.router.add_get("/v1/models", models)
-        app.router.add_post("/v1/chat/completions", chat)
-        app.router.add_post("/v1/completions", text)
+        app.router.add_post("/v1/chat/completions", partial(answered, kind="chat"))
+        app.router.add_post("/v1/completions", partial(answered, kind="text"))
         return app
 
     def _call_of(self, request: Any) -> int:
