@@ -116,6 +116,16 @@ def fill(target: Tensor, wanted: WeightShard, source: Tensor, held: WeightShard)
             view_of(target, wanted, common).copy_(block[r0 - box[0] : r1 - box[0], c0 - box[2] : c1 - box[2]])
 
 
+def laid_out(tensor: Tensor, held: WeightShard, wanted: WeightShard, device: torch.device | None = None) -> Tensor:
+    """A tensor that is the shard `held` of a weight as the shard `wanted`, with what both have written: itself where
+    they are equal. device: of a new one; None: the tensor's."""
+    if held == wanted:
+        return tensor
+    result = torch.empty(wanted.shape, dtype=tensor.dtype, device=device or tensor.device)
+    fill(result, wanted, tensor, held)
+    return result
+
+
 def shared(tensor: Tensor, shard: WeightShard, inner: WeightShard) -> Tensor | None:
     """The tensor of the shard `inner` as a view of the tensor of `shard`; None where its boxes are not one piece
     there."""
@@ -235,8 +245,8 @@ class ReshardingEngine:
             gathered = {name: self._prepare(name, held) for name in self._of_group(group)}
             for bucket in buckets:
                 self._exchange(bucket, held, gathered)
-            needed = [name for name in gathered if name in self._needed]
-            yield {name: self._generation_shard(name, gathered.pop(name)) for name in needed}
+            needed = {name: self._needed[name] for name in gathered if name in self._needed}
+            yield {name: laid_out(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -344,18 +354,10 @@ class ReshardingEngine:
         for source, slices, views in arriving if self._checksums else ():
             self._received.add((source,), slices, views)
 
-    def _generation_shard(self, name: str, gathered: Tensor) -> Tensor:
-        wanted, needed = self._gathered[name], self._needed[name]
-        if needed.boxes == wanted.boxes:
-            return gathered
-        cut = torch.empty(needed.shape, dtype=gathered.dtype, device=gathered.device)
-        fill(cut, needed, gathered, wanted)
-        return cut
-
     def _cut(self, name: str, held: Mapping[str, Tensor], gathered: Tensor) -> Tensor | None:
         """The generation shard out of what was gathered; a training slice outside of it gets memory of its own."""
         wanted, needed, mine = self._gathered[name], self._needed.get(name), self._held.get(name)
-        cut = None if needed is None else self._generation_shard(name, gathered)
+        cut = None if needed is None else laid_out(gathered, wanted, needed)
         if mine is None:
             return cut
         tensor, shares = held[name], self.plan.shares_storage

@@ -33,7 +33,7 @@ from workbench.errors import StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding import boxes
-from workbench.resharding.engine import checksums_of, fill, view_of
+from workbench.resharding.engine import checksums_of, laid_out, view_of
 from workbench.resharding.plan import Distribution, Reshard, WeightShard
 from workbench.support import files as own_files
 from workbench.telemetry import Transfer
@@ -247,7 +247,7 @@ def write_role(worker: Worker, files: RoleFiles, rank: int) -> RankState:
             for name, (tensor, held) in held_slices(engine, files.role, live, rank, kind):
                 kept = mine.shard(by_name[name], rank)
                 if kept is not None and kept.boxes:
-                    tensors[name] = _cut(tensor, held, kept)
+                    tensors[name] = laid_out(tensor, held, kept, torch.device("cpu")).cpu().contiguous()
             path, needed = files.file(kind, rank), sum(tensor.nbytes for tensor in tensors.values())
             with own_files.disk_errors(path, needed):
                 save_file(tensors, path)
@@ -289,15 +289,6 @@ def _unpickled(path: Path, sha256: str) -> dict[str, Any]:
         raise StageError(f"{str(path)!r} has another checksum", f"SHA-256 {sha256[:12]} was written", "restore again")
     found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)
     return found
-
-
-@torch.no_grad()
-def _cut(tensor: Tensor, held: WeightShard, kept: WeightShard) -> Tensor:
-    if kept == held:
-        return tensor.detach().cpu().contiguous()
-    part = torch.empty(kept.shape, dtype=tensor.dtype)
-    fill(part, kept, tensor, held)
-    return part
 
 
 @dataclass

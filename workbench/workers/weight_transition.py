@@ -21,7 +21,7 @@ from workbench.messages.metrics import Mean, Metrics
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
-from workbench.resharding.engine import Arrival, ReshardingEngine, fill
+from workbench.resharding.engine import Arrival, ReshardingEngine, laid_out
 from workbench.resharding.patches import PatchingExchange
 from workbench.resharding.plan import WeightShard
 from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
@@ -223,20 +223,11 @@ class WeightTransition:
     def _source_shard(self, weight: Weight, tensor: Tensor) -> Tensor:
         """The part of the trained slice that this rank has in the plan: all of it, or a flat part."""
         mine, source = self.plan.trained.shard(weight, self._rank), self.plan.source.shard(weight, self._rank)
-        return _laid_out(tensor, mine, source)
+        assert mine is not None and source is not None
+        return laid_out(tensor, mine, source)
 
     def _whole(self, weight: Weight, shard: Tensor) -> Tensor:
         rows, columns = weight.matrix
-        whole = WeightShard(((0, rows, 0, columns),), weight.shape)
-        return _laid_out(shard, self.plan.destination.shard(weight, self._rank), whole)
-
-
-def _laid_out(tensor: Tensor, mine: WeightShard | None, wanted: WeightShard | None) -> Tensor:
-    """A tensor that is the shard `mine` as the shard `wanted`, with what both have written."""
-    assert mine is not None
-    assert wanted is not None
-    if mine == wanted:
-        return tensor
-    result = torch.empty(wanted.shape, dtype=tensor.dtype, device=tensor.device)
-    fill(result, wanted, tensor, mine)
-    return result
+        mine = self.plan.destination.shard(weight, self._rank)
+        assert mine is not None
+        return laid_out(shard, mine, WeightShard(((0, rows, 0, columns),), weight.shape))
