@@ -165,8 +165,9 @@ class Plan(ABC):
         return len(self.ranks)
 
     def kept_twice(self, weight: Weight, rank: int) -> int:
-        """Elements that a rank keeps beside what it needs: |T_r \\ G_r|."""
-        return boxes.size(boxes.subtract(self.source.boxes(weight, rank), self.destination.boxes(weight, rank)))
+        """Elements that a rank keeps beside what it needs: |T_r \\ G_r|, or |T_r| where no memory is shared."""
+        shared = self.destination.boxes(weight, rank) if self.shares_storage else ()
+        return boxes.size(boxes.subtract(self.source.boxes(weight, rank), shared))
 
     def movements(self, weight: Weight, block: int = 0) -> Iterator[Movement]:
         first = block * self.block

@@ -14,7 +14,6 @@ from typing import Any
 
 from workbench.errors import BadInput
 from workbench.models.dense_config import read_plan_config
-from workbench.resharding import boxes
 from workbench.resharding.boxes import Boxes
 from workbench.resharding.plan import Distribution, Movement, Plan, Reshard
 from workbench.resharding.weights import ModelWeights, Weight, model_weights
@@ -88,9 +87,6 @@ class FullGather(Transition):
     @property
     def block(self) -> int:
         return self.layout.size
-
-    def kept_twice(self, weight: Weight, rank: int) -> int:
-        return boxes.size(self.source.boxes(weight, rank))
 
     def _block_movements(self, weight: Weight) -> list[Movement]:
         """Each shard has one owner, which sends it to all others."""
@@ -167,9 +163,6 @@ class ZeroSync(Reshard):
 
     def materialised(self, weight: Weight, rank: int) -> Boxes:
         return ((0, weight.matrix[0], 0, weight.matrix[1]),) if self._whole else super().materialised(weight, rank)
-
-    def kept_twice(self, weight: Weight, rank: int) -> int:
-        return boxes.size(self.source.boxes(weight, rank))
 
 
 STRATEGIES: dict[str, type[Transition]] = {
