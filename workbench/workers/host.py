@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import socket
@@ -12,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,19 +56,6 @@ from workbench.workers.weight_intake import probe, timed_bytes_s
 from workbench.workers.worker import Context, SharedDevice, Worker
 
 QUESTIONS = 5
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _alone(method: Method) -> Method:
-    """A method of a host that changes tensors of roles: no other thread looks at them meanwhile."""
-
-    @functools.wraps(method)
-    def alone(self: Host, *args: Any, **kwargs: Any) -> Any:
-        with self._while_computing():
-            return method(self, *args, **kwargs)
-
-    return cast("Method", alone)
 
 
 class Host(Shards):
@@ -301,7 +287,6 @@ class Host(Shards):
         self._device.turn_to(move.role)
         return publish_state(self.workers[move.role], move, rank, self._exchange)
 
-    @_alone
     def take_role(self, move: RoleMove, rank: int, state: RankState, run: int, *, beside: bool) -> Received:
         """Take the state of a role that was built here for it; beside: among those that wait for `replace_roles`."""
         built = self._incoming if beside else self.workers
@@ -311,7 +296,8 @@ class Host(Shards):
         def take() -> None:
             take_state(built[move.role], move, rank, self._exchange, state)
 
-        return self._received(take, f"taking {move.role}", run, move.role)
+        with self._while_computing():
+            return self._received(take, f"taking {move.role}", run, move.role)
 
     def take_shards(self, host: str, run: int) -> Received:
         """Take over the shards of a host that is about to end."""
@@ -338,11 +324,10 @@ class Host(Shards):
         self._device.turn_to(files.role)
         self.workers[files.role].save_model(f"{files.folder}/model")  # type: ignore[attr-defined]
 
-    @_alone
     def load_role(self, files: RoleFiles, parts: Sequence[Part], rank: int, state: RankState) -> None:
-        """Take a role's state from files; see `role_files.read_role`."""
-        self._device.turn_to(files.role)
-        with torch.random.fork_rng():
+        """Take a role's state from files; see `role_state.read_role`."""
+        with self._while_computing(), torch.random.fork_rng():
+            self._device.turn_to(files.role)
             read_role(self.workers[files.role], files, parts, rank, state)
 
     def continue_random(self, state: dict[str, Any]) -> None:
@@ -352,23 +337,23 @@ class Host(Shards):
         self.info = replace(self.info, threads=threads)
         torch.set_num_threads(threads)
 
-    @_alone
     def replace_roles(self, closed: Collection[str], opened: Collection[str], engines: Mapping[str, Model]) -> None:
         """Close roles, change whether others generate (engines: their new models), and put those that were built beside
         in their places. All ranks of the pool call it."""
-        for role in closed:
-            worker = self.workers.pop(role)
-            _end(role, worker.close, worker.context.calls.close, worker.context.leave_groups)
-            del worker
-        _return_memory()
-        for role, spec in dict(engines).items():
-            with torch.random.fork_rng():
-                self.workers[role].change(spec)
-        for role in opened:
-            worker = self._incoming.pop(role)
-            with torch.random.fork_rng():
-                worker.begin()
-            self.workers[role] = worker
+        with self._while_computing():
+            for role in closed:
+                worker = self.workers.pop(role)
+                _end(role, worker.close, worker.context.calls.close, worker.context.leave_groups)
+                del worker
+            _return_memory()
+            for role, spec in dict(engines).items():
+                with torch.random.fork_rng():
+                    self.workers[role].change(spec)
+            for role in opened:
+                worker = self._incoming.pop(role)
+                with torch.random.fork_rng():
+                    worker.begin()
+                self.workers[role] = worker
 
     def abandon_move(self, hosts: Sequence[str]) -> None:
         """Forget what was built beside, and the shards of hosts that stay after all."""
@@ -380,20 +365,20 @@ class Host(Shards):
         _return_memory()
         self.disinherit(hosts)
 
-    @_alone
     def snapshot(self, key: str, roles: Iterable[str]) -> int:
         self._snapshots[key] = {}
-        for role in roles:
-            self._device.turn_to(role)
-            self._snapshots[key][role] = self.workers[role].state()
+        with self._while_computing():
+            for role in roles:
+                self._device.turn_to(role)
+                self._snapshots[key][role] = self.workers[role].state()
         tensors = torch.utils._pytree.tree_leaves(self._snapshots[key])
         return sum(leaf.nbytes for leaf in tensors if isinstance(leaf, torch.Tensor))
 
-    @_alone
     def restore(self, key: str) -> None:
-        for role, state in self._snapshots[key].items():
-            self._device.turn_to(role)
-            self.workers[role].load_state(state)
+        with self._while_computing():
+            for role, state in self._snapshots[key].items():
+                self._device.turn_to(role)
+                self.workers[role].load_state(state)
 
     def drop_snapshot(self, key: str) -> None:
         self._snapshots.pop(key, None)
@@ -464,7 +449,7 @@ class Host(Shards):
 
     @contextmanager
     def _while_computing(self) -> Iterator[None]:
-        """Inside, this thread computes, and no other looks at the tensors of roles."""
+        """Inside, this thread computes, or changes tensors of roles, and no other looks at them."""
         with self._computing:
             if self._held.keys() != self.workers.keys():
                 self._held = self._look()
