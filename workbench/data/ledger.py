@@ -173,16 +173,10 @@ class Ledger:
 
     # --- kept ---------------------------------------------------------------------------------------------------------
 
-    def copy(self) -> tuple[Totals, list[np.ndarray]]:
-        """Its content, for `put_back`."""
+    def clear(self) -> None:
+        """Go back to an empty ledger."""
         with self._lock:
-            return deepcopy((self._totals, self._open))
-
-    def put_back(self, content: tuple[Totals, list[np.ndarray]] | None) -> None:
-        """Go back to what `copy` gave; None: to an empty ledger."""
-        with self._lock:
-            self._totals, self._open = deepcopy(content) or (Totals.empty(self.rows), [])
-            self.changes = None
+            self._totals, self._open, self.changes = Totals.empty(self.rows), [], None
 
     def state(self) -> bytes:
         """Its content as a file in the form of safetensors: the rows that were drawn, and the draws that are open."""

@@ -150,6 +150,7 @@ class PromptStream(NamedAttributes):
     def __init__(self, settings: Any, feed: Feed, *, seed: int, tokenizer: Any, generation: Generation | None) -> None:
         self._feed, self.drawn, self._seed = feed, 0, seed
         self.source: Prompts | StreamedPrompts | None = None
+        self._first: dict[str, Any] | None = None
         self.records: Ledger | None = None
         self._order = AssignedFunction("lab.prompts.order", "draws in the usual order", feed.note_change)
         if settings is not None:
@@ -293,11 +294,7 @@ class PromptStream(NamedAttributes):
 
     def go_back(self) -> None:
         """Begin anew, with the first prompts."""
-        self.drawn = 0
-        if self.source is not None:
-            self.source.load_state_dict(self._first)
-        if self.records is not None:
-            self.records.put_back(None)
+        self.go_on(0, self._first, None)
 
     def go_on(
         self, drawn: int, state: dict[str, Any] | None, ledger: bytes | None, changes: Sequence[bytes] = ()
@@ -311,24 +308,15 @@ class PromptStream(NamedAttributes):
         if self.records is not None:
             self.records.threshold = (state or {}).get("threshold", self.records.threshold)
             if ledger is None:
-                self.records.put_back(None)
+                self.records.clear()
             else:
                 self.records.load_state(ledger, changes)
 
     def kept(self) -> Callable[[], None]:
         """What puts the prompts back to where they are now."""
-        drawn = self.drawn
+        drawn, ledger = self.drawn, None if self.records is None else self.records.state()
         position = None if self.source is None else self.source.state_dict()
-        content = None if self.records is None else self.records.copy()
-
-        def put_back() -> None:
-            self.drawn = drawn
-            if self.source is not None and position is not None:
-                self.source.load_state_dict(position)
-            if self.records is not None:
-                self.records.put_back(content)
-
-        return put_back
+        return lambda: self.go_on(drawn, position, ledger)
 
     def _draw(self, n: int, *, begins: bool, iteration: int | None = None) -> Batch:
         self._feed.check_ready()
