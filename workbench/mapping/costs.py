@@ -28,6 +28,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -323,7 +324,6 @@ def received_bytes(role: RoleModel, layout: Layout, strategy: str) -> int:
     return most
 
 
-SWEEPS = 500
 NAMES = tuple(field.name for field in fields(Terms))
 
 
@@ -340,9 +340,9 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     """Constants c >= 0 of least  sum over samples of (terms . c / seconds - 1)^2 + pull * sum of (c / start - 1)^2.
 
     Relative errors, so that a short call counts as much as a long one. pull: how strongly constants stay near those of
-    `start`, which alone decide where no sample has a term. The sum is convex: coordinates are descended one after
-    another, and those that no bound holds are solved for, until nothing changes. Whether what was found is plausible,
-    the caller judges. Raises `BadInput` without a sample, or for one that took no time.
+    `start`, which alone decide where no sample has a term. Each choice of the constants that are above 0 is solved for,
+    and the best is taken: there are few. Whether what was found is plausible, the caller judges. Raises `BadInput`
+    without a sample, or for one that took no time.
     """
     start = start or Constants()
     if not samples:
@@ -355,18 +355,13 @@ def fit(samples: Sequence[Sample], start: Constants | None = None, *, pull: floa
     matrix = terms * scale / np.array([[sample.seconds] for sample in samples])
     gram = matrix.T @ matrix + pull * np.eye(len(NAMES))
     aim = matrix.sum(axis=0) + pull
-    found = np.ones(len(NAMES))
-    for _ in range(SWEEPS):
-        before = found.copy()
-        for n in range(len(NAMES)):
-            found[n] = max(0.0, found[n] + (aim[n] - gram[n] @ found) / gram[n, n])
-        free = found > 0  # those that no bound holds are where the gradient is 0: solved for at once
-        exact = found.copy()
-        exact[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free])
-        if (exact >= 0).all():
-            found = exact
-        if np.abs(found - before).max() < 1e-12 * max(1.0, np.abs(found).max()):
-            break
+    tried = []
+    for chosen in product((False, True), repeat=len(NAMES)):
+        free, found = np.array(chosen), np.zeros(len(NAMES))
+        found[free] = np.linalg.solve(gram[np.ix_(free, free)], aim[free])
+        if (found >= 0).all():
+            tried.append(found)
+    found = min(tried, key=lambda one: float(one @ gram @ one - 2 * aim @ one))
     return Constants(*(float(value) for value in found * scale))
 
 
