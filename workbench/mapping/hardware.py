@@ -52,9 +52,19 @@ class ProductRates:
     def __post_init__(self) -> None:
         check_fields(self, "ProductRates.")
 
+    @lru_cache(maxsize=100_000)  # noqa: B019 (rates are small, and equal by value)
     def seconds(self, m: int, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
         """Of a product [m, k] x [k, n] on a device of this peak rate and memory bandwidth."""
-        return _seconds(self, m, n, k, flop_s, memory_bytes_s, item_bytes)
+        read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
+        computed = 2.0 * m * n * k * (1 + self.edge * (1 / m + 1 / n))
+        if self.tiles:
+            computed = min(self._tiled(m, n, k, *tile) for tile in TILES)
+        return self.launch_s + max(read, computed / (flop_s * self.share))
+
+    def _tiled(self, m: int, n: int, k: int, rows: int, columns: int) -> float:
+        """Operations of all waves, those of empty places and of a small tile's lower rate included."""
+        waves = -(-(-(-m // rows) * -(-n // columns)) // self.units)
+        return 2.0 * waves * self.units * rows * columns * k * (1 + self.edge * (1 / rows + 1 / columns))
 
     def few(self, m: Any, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> Any:
         """Of a product of few rows, in the mean over numbers of rows near m: at the rate of the smallest tile, without
@@ -62,23 +72,6 @@ class ProductRates:
         read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * self.memory_share)
         slower = 1 + self.edge * sum(1 / side for side in (TILES[-1] if self.tiles else (m, n)))
         return self.launch_s + np.maximum(read, 2.0 * m * n * k * slower / (flop_s * self.share))
-
-
-@lru_cache(maxsize=100_000)
-def _seconds(
-    rates: ProductRates, m: int, n: int, k: int, flop_s: float, memory_bytes_s: float, item_bytes: int
-) -> float:
-    read = item_bytes * (m * k + n * k + m * n) / (memory_bytes_s * rates.memory_share)
-    computed = 2.0 * m * n * k * (1 + rates.edge * (1 / m + 1 / n))
-    if rates.tiles:
-        computed = min(_tiled(rates, m, n, k, *tile) for tile in TILES)
-    return rates.launch_s + max(read, computed / (flop_s * rates.share))
-
-
-def _tiled(rates: ProductRates, m: int, n: int, k: int, rows: int, columns: int) -> float:
-    """Operations of all waves, those of empty places and of a small tile's lower rate included."""
-    waves = -(-(-(-m // rows) * -(-n // columns)) // rates.units)
-    return 2.0 * waves * rates.units * rows * columns * k * (1 + rates.edge * (1 / rows + 1 / columns))
 
 
 @dataclass(frozen=True, kw_only=True)
