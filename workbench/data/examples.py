@@ -23,7 +23,7 @@ from workbench.data.sources import Source, read_rows
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
-from workbench.models.chat_format import ChatFormat, check_chat, with_row_tools
+from workbench.models.chat_format import ChatFormat, with_row_tools
 from workbench.models.control_tokens import as_text, encoded
 from workbench.models.tokenizers import as_template_writes, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
@@ -94,11 +94,12 @@ class Examples(EpochRows[Tokenized]):
         held_out: NonNegativeInt = 0,
         seed: NonNegativeInt = 0,
         shuffle: bool = True,
-        chat: Any = None,
+        chat: ChatFormat | bool | None = None,
         bad_rows: BadRows = "error",
         control_tokens: bool | None = None,
     ) -> None:
-        check_chat(chat, tokenizer)
+        if isinstance(chat, ChatFormat):
+            chat.check(tokenizer)
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.control_tokens = chat is False if control_tokens is None else control_tokens
         self.dropped = self.cut = self.equal = self.with_control_tokens = 0

@@ -19,7 +19,7 @@ from workbench.display.tokens import WrittenTokens
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
-from workbench.models.chat_format import ChatFormat, check_chat, with_row_tools, written_tokens
+from workbench.models.chat_format import ChatFormat, with_row_tools, written_tokens
 from workbench.models.control_tokens import as_text
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -139,10 +139,11 @@ class PromptReader(ABC):
     def __init__(
         self, source: Source, *, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None,
         seed: NonNegativeInt = 0, shuffle: bool = True, max_prompt_tokens: PositiveInt = 512,
-        overlong: Overlong = "filter", chat: Any = None, bad_rows: BadRows = "error",
+        overlong: Overlong = "filter", chat: ChatFormat | bool | None = None, bad_rows: BadRows = "error",
         control_tokens: bool | None = None,
     ) -> None:  # fmt: skip
-        check_chat(chat, tokenizer)
+        if isinstance(chat, ChatFormat):
+            chat.check(tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = self.with_control_tokens = self.other_tools = 0
         self.used = set[str]()

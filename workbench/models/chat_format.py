@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTokens
 from workbench.errors import BadInput
@@ -14,17 +16,22 @@ from workbench.models.chat_template import rendered
 from workbench.models.control_tokens import MARK, as_text, placed, special_tokens
 from workbench.models.tokenizers import behind_turn, differing_ends, is_text, put_before
 from workbench.models.turn_messages import schema_of
+from workbench.support.validation import Rule, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
+Variable = Annotated[str, Field(pattern=r"^[^\W\d]\w*$")]  # an identifier
+SYSTEM = Rule("a text, or None for no system prompt", 'write system="Be brief."')
+TOOLS = Rule("a list of functions or of JSON schemas", "write tools=[add]")
+ARGUMENTS = Rule("variables of the chat template by name", 'write arguments={"enable_thinking": False}')
+PREFILL = Rule("the text with which each answer begins", 'write prefill="<think>"')
 # what the template is given in other ways
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
          "chat_template")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ChatFormat:
     """How rows become a chat, for prompts, demonstrations and pairs alike: `prompts={"source": ..., "chat":
     wb.ChatFormat(system="Answer with a number.")}`, `lab.demonstrations(rows, chat=wb.ChatFormat(...))`.
@@ -40,29 +47,18 @@ class ChatFormat:
     wrong values, and where it is used for what the chat template does not read: that would have no effect.
     """
 
-    system: str | None = None
-    tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    prefill: str = ""
+    system: Annotated[str, Field(pattern=r"\S"), SYSTEM] | None = None
+    tools: Annotated[Sequence[Callable[..., Any] | Mapping[str, Any]], TOOLS] = ()
+    arguments: Annotated[Mapping[Variable, Any], ARGUMENTS] = field(default_factory=dict)
+    prefill: Annotated[str, PREFILL] = ""
 
     def __post_init__(self) -> None:
-        if self.system is not None and not (is_text(self.system) and self.system.strip()):
-            _refuse("system", self.system, "a text, or None for no system prompt", 'system="Be brief."')
         if not is_text(self.prefill):
-            _refuse("prefill", self.prefill, "the text with which each answer begins", 'prefill="<think>"')
-        listed = isinstance(self.tools, Sequence) and not isinstance(self.tools, str)
-        if not listed or not all(callable(tool) or isinstance(tool, Mapping) for tool in self.tools):
-            _refuse("tools", self.tools, "a list of functions or of JSON schemas", "tools=[add]")
-        named = isinstance(self.arguments, Mapping) and all(isinstance(name, str) for name in self.arguments)
-        if not named or not all(name.isidentifier() for name in self.arguments):
-            example = 'arguments={"enable_thinking": False}'
-            _refuse("arguments", self.arguments, "variables of the chat template by name", example)
+            raise BadInput(f"ChatFormat.prefill={shown(self.prefill)}", PREFILL.rule, PREFILL.remedy)
         if taken := [name for name in self.arguments if name in _OURS]:
-            _refuse(
-                "arguments", self.arguments, f"{taken[0]!r} is given to the template in another way", "leave it out"
-            )
+            rule = f"{taken[0]!r} is given to the template in another way"
+            raise BadInput(f"ChatFormat.arguments={shown(self.arguments)}", rule, "leave it out")
         object.__setattr__(self, "tools", tuple(schema_of(tool) for tool in self.tools))
-        object.__setattr__(self, "arguments", dict(self.arguments))
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise `BadInput` where the chat template would leave something of it out."""
@@ -103,19 +99,6 @@ def with_row_tools(chat: Any, tools: Sequence[Any], tokenizer: PreTrainedTokeniz
     if not tools or chat is False or not tokenizer.chat_template:
         return chat
     return replace(chat if isinstance(chat, ChatFormat) else ChatFormat(), tools=tools)
-
-
-def check_chat(chat: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `BadInput` for what is no `chat=` of this tokenizer."""
-    if isinstance(chat, ChatFormat):
-        chat.check(tokenizer)
-    elif chat is not None and not isinstance(chat, bool):
-        example = 'write chat=wb.ChatFormat(system="Be brief.")'
-        raise BadInput(f"chat={shown(chat)}", "must be a wb.ChatFormat(...), True, False or None", example)
-
-
-def _refuse(name: str, value: Any, rule: str, remedy: str) -> NoReturn:
-    raise BadInput(f"ChatFormat.{name}={shown(value)}", rule, f"write {remedy}" if "=" in remedy else remedy)
 
 
 Span = tuple[int, int, str]
