@@ -59,17 +59,8 @@ class Convention(NamedTuple):
         return self.read(row) if self.holds(row) else row
 
 
-def in_our_columns(rows: Rows) -> Rows:
-    """The rows in the columns that are used here, where the first one follows a known convention; else as they are."""
-    found = convention_of(rows[0])
-    if found is not None:
-        rows.read_as = found.name
-        rows[:] = [found.of(row) for row in rows]
-    return rows
-
-
 def convention_of(row: Row) -> Convention | None:
-    """The convention that a row follows; None: the names are those that are used here."""
+    """The convention that a row follows, the first of its source; None: the names are those that are used here."""
     return next((one for one in CONVENTIONS if one.holds(row)), None)
 
 
@@ -173,9 +164,9 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     Raises `BadInput` (empty, malformed or unknown source; a bad line is named by file and number), `MissingDependency`
     (a file or hub id without the library that reads it), `ModelUnavailable` (hub id that cannot be fetched).
     """
-    name, found = _placed(source)
+    name, items = _placed(source)
     rows, first = Rows(name, Skipped(bad_rows)), None
-    for placed in found:
+    for placed in items:
         first = first or placed
         try:
             rows.append(row_of(placed, first, name))
@@ -187,7 +178,10 @@ def read_rows(source: Source, *, bad_rows: BadRows = "error", conventions: bool 
     if not rows:
         reason = f"; {rows.skipped[0]}" if rows.skipped else ""
         raise BadInput(f"{name} holds no rows{reason}", "a source has at least one row", _FORMS)
-    return in_our_columns(rows) if conventions else rows
+    if conventions and (found := convention_of(rows[0])) is not None:
+        rows.read_as = found.name
+        rows[:] = [found.of(row) for row in rows]
+    return rows
 
 
 def row_of(placed: Placed, first: Placed, source: str) -> Row:
