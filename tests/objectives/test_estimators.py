@@ -17,7 +17,6 @@ from tests.objectives.policies import (
 )
 from workbench.errors import BadInput
 from workbench.objectives.estimators import (
-    discounted_returns,
     explained_variance,
     gae,
     moments,
@@ -160,12 +159,12 @@ class TestGAE:
             gae(x[0], x[0], mask[0], 1.0, 1.0)
 
 
-def test_discounted_returns_by_hand() -> None:
+def test_reward_to_go_by_hand() -> None:
     rewards, mask = (
         torch.tensor([[1.0, 7.0, 2.0, 4.0], [3.0, 9.0, 9.0, 9.0]]),
         torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]]),
     )
-    assert discounted_returns(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 4.0, 4.0], [3.0, 0.0, 0.0, 0.0]]
+    assert reinforce(rewards, mask, 0.5)[1].tolist() == [[3.0, 0.0, 4.0, 4.0], [3.0, 0.0, 0.0, 0.0]]
 
 
 class TestWhiten:

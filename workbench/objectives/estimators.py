@@ -125,20 +125,13 @@ def gae(
     return advantages_BT, torch.where(mask_BT, advantages_BT + values_BT, 0.0)
 
 
-def discounted_returns(token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """Reward to go, G_t = r_t + gamma G_{t+1}, [B, T]; 0 outside the mask, whose tokens take no time (as in `gae`)."""
-    # With V = 0 and lambda = 1 the advantage is the return.
-    advantages_BT, _ = gae(token_rewards_BT, torch.zeros_like(token_rewards_BT), mask_BT, gamma, 1.0)
-    return advantages_BT
-
-
 @torch.no_grad()
 def reinforce(
     token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float, baseline_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE's advantages, reward to go less a baseline, and returns, both [B, T]; 0 outside the mask.
 
-        A_t = G_t - b
+        A_t = G_t - b,     G_t = r_t + gamma G_{t+1}
 
     b: the score of the greedy response to the same prompt in ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505);
     none in REINFORCE++, the mean score of the group in REINFORCE++-baseline, both whitened afterwards over the global
@@ -150,7 +143,9 @@ def reinforce(
 
     Raises `BadInput` on shapes that do not fit, or gamma outside [0, 1].
     """
-    return less_baseline(discounted_returns(token_rewards_BT, mask_BT, gamma), mask_BT, baseline_B)
+    # with V = 0 and lambda = 1 GAE's advantage is the return; tokens outside the mask take no time there
+    returns_BT, _ = gae(token_rewards_BT, torch.zeros_like(token_rewards_BT), mask_BT, gamma, 1.0)
+    return less_baseline(returns_BT, mask_BT, baseline_B)
 
 
 def less_baseline(returns_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor | None) -> tuple[Tensor, Tensor]:
