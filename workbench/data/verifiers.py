@@ -17,15 +17,12 @@ a slash ("3/4" ends in 4), powers of ten ("1e3" is 1), thousands set apart by sp
 
 That is for `arithmetic` and `gsm8k`. `math` reads formulas with math-verify
 (https://github.com/huggingface/Math-Verify), the last box alone where there is one. `code` runs programs.
-`format` looks at the form alone, `instructions` at what IFEval asks of a response. `group_diversity` and `group_length`
-compare the responses to a prompt: a call has all of them.
+`format` looks at the form alone, `instructions` at what IFEval asks of a response. Of a conversation `arithmetic`,
+`gsm8k` and `math` read the last turn.
 
-Of a conversation `arithmetic`, `gsm8k` and `math` read the last turn.
-
-Rewards of a response against the other responses to its prompt: `wb.verifiers.group_diversity`, `group_length`.
-
-Each is called once with all responses of a prompt and returns a list with a score a response. Both take a verifier of
-single responses as `right`, set with `functools.partial(wb.verifiers.group_length, right=wb.verifiers.arithmetic)`.
+`group_diversity` and `group_length` compare the responses to a prompt: each is called once with all of them and returns
+a list with a score a response. Both take a verifier of single responses as `right`, set with
+`functools.partial(wb.verifiers.group_length, right=wb.verifiers.arithmetic)`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a model's name to a folder, a model, a tokenizer.
 
 A name is a hub id ("org/name"), a local folder, the bundled "smollm2-135m", or one of the tiny random models. To add a
-bundled or a tiny model: one entry in `bundled.BUNDLED` or in `bundled.TINY`.
+bundled or a tiny model: one entry in `resolve.BUNDLED` or in `resolve.TINY`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""KL(pi || ref) from the log-probabilities of sampled tokens: as an estimate, as a loss, and held near a target.
-
-Suffixes: see `arguments`.
-
-Divergences of a student's next-token distribution from its teacher's. Suffixes: N tokens, K outcomes of each.
+"""KL(pi || ref) from the log-probabilities of sampled tokens: as an estimate, as a loss, and held near a target; and
+divergences of a student's next-token distribution from its teacher's. Suffixes: see `arguments`; N tokens, K outcomes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Per-token losses of PPO and its kin, [B, T]; `aggregation` makes a scalar of them. Suffixes: see `arguments`.
+"""Per-token losses of PPO and its kin, [B, T]; `aggregation` makes a scalar of them. Suffixes: see `arguments`; N: the
+tokens of a minibatch inside the mask.
 
-KL-Cov and Clip-Cov: policy losses that hold back the few tokens which lower the entropy most. Suffixes: N tokens of
-a minibatch inside the mask; otherwise see `arguments`.
-
-The entropy of a softmax policy falls with the covariance of log pi and A over its actions (Cui et al. 2025,
+KL-Cov and Clip-Cov are policy losses that hold back the few tokens which lower the entropy most. The entropy of a
+softmax policy falls with the covariance of log pi and A over its actions (Cui et al. 2025,
 https://arxiv.org/abs/2505.22617, theorem 1). Both losses look for the tokens with a large share of it.
 """
 

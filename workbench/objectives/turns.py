@@ -1,13 +1,11 @@
-"""Turns of a conversation as actions: what a policy says between two answers of its environment. Suffixes: see
-`arguments`.
+"""Turns of a conversation as actions: what a policy says between two answers of its environment; and macro actions:
+several tokens as one action, so that credit has fewer steps to travel. Suffixes: see `arguments`.
 
-Here K counts the turns of the longest response. ends_BT: true on the last token of each turn, whatever the mask is
-there. A turn of which no token is inside the mask takes no time, and its reward does not count.
+K counts the turns of the longest response. ends_BT: true on the last token of each turn, whatever the mask is there. A
+turn of which no token is inside the mask takes no time, and its reward does not count.
 
-Macro actions: several tokens as one action, so that credit has fewer steps to travel. Suffixes: see `arguments`.
-
-Here M counts the macro actions of the longest response. Source: MA-PPO, Chai et al. 2024,
-https://arxiv.org/abs/2410.02743. Its termination by parsing is left to who has a parser: `macro_gae` takes any endings.
+M counts the macro actions of the longest response. Source: MA-PPO, Chai et al. 2024, https://arxiv.org/abs/2410.02743.
+Its termination by parsing is left to who has a parser: `macro_gae` takes any endings.
 """
 
 from __future__ import annotations
