@@ -2,6 +2,7 @@
 
 from workbench.mapping.costs import Constants as Constants
 from workbench.mapping.hardware import Hardware as Hardware
+from workbench.mapping.hardware import ProductRates as ProductRates
 from workbench.mapping.plan import Plan as Plan
 from workbench.mapping.plan import Plans as Plans
 from workbench.mapping.predict import predict as predict

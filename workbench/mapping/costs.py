@@ -38,7 +38,7 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.workload import Workload
 from workbench.placement.role_model import RoleModel, held_bytes, matrices
 from workbench.settings.layout import Layout
-from workbench.support.validation import NonNegativeFloat, check_fields
+from workbench.support.validation import NonNegativeFloat, settings
 
 OPTIMIZER_BYTES = 28  # Adam, a weight: gradient, weight and two moments are read, and the last three written, in fp32
 COLUMN_BYTES = 8  # of a token in a batch: ids and masks are int64, numbers fp32 beside their offsets
@@ -63,7 +63,7 @@ class Terms:
 _values = operator.attrgetter(*(field.name for field in fields(Terms)))
 
 
-@dataclass(frozen=True)
+@settings(kw_only=False)
 class Constants:
     """What each term costs: how many times its kernels' seconds, or seconds of a rank that is called. The defaults were
     fitted to published measurements of HybridFlow on A100s (`benchmarks/mapping.py`)."""
@@ -72,9 +72,6 @@ class Constants:
     decoding: NonNegativeFloat = 1.81
     links: NonNegativeFloat = 1.01
     calls: NonNegativeFloat = 0.021
-
-    def __post_init__(self) -> None:
-        check_fields(self, "Constants.")
 
     def seconds(self, terms: Terms) -> float:
         return sum(map(operator.mul, _values(self), _values(terms)))

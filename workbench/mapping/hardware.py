@@ -13,7 +13,7 @@ devices of a machine share. A rate is what is reached, not what a data sheet say
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt, check_fields
+from workbench.support.validation import NonNegativeFloat, Number, PositiveFloat, PositiveInt, settings
 
 GIB = 2**30
 
@@ -30,7 +30,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result that a kernel computes at a time: those of cuBLAS for 16-bit products."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class ProductRates:
     """The efficiency of a device's products. The defaults are a device without tiles, at its peak.
 
@@ -48,9 +48,6 @@ class ProductRates:
     attention_share: PositiveFloat = 1.0
     launch_s: NonNegativeFloat = 0.0
     tiles: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, "ProductRates.")
 
     @lru_cache(maxsize=100_000)  # noqa: B019 (rates are small, and equal by value)
     def seconds(self, m: int, n: int, k: int, *, flop_s: float, memory_bytes_s: float, item_bytes: int) -> float:
@@ -74,7 +71,7 @@ class ProductRates:
         return self.launch_s + np.maximum(read, 2.0 * m * n * k * slower / (flop_s * self.share))
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Hardware:
     """Equal machines of equal devices.
 
@@ -107,9 +104,6 @@ class Hardware:
     layer_start_s: NonNegativeFloat = 7e-5
     usable: Annotated[Number, Field(gt=0, le=1)] = 0.92
     cores: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "Hardware.")
 
     def flop_s(self, dtype: str) -> float:
         """Peak rate of one device in a dtype. `BadInput` where none is given."""

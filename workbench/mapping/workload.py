@@ -23,8 +23,8 @@ from workbench.support.validation import (
     Number,
     PositiveInt,
     Rule,
-    check_fields,
     one_of,
+    settings,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
 """The calls of an algorithm. Of Safe-RLHF, the cost critic's fall away where no model is named for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings()
 class Workload:
     """One iteration of an algorithm.
 
@@ -120,7 +120,6 @@ class Workload:
     sync_share: Annotated[Number, Field(ge=0, le=1), Rule("a share, 0 to 1", "write 0.01 for 1 %")] = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "Workload.")
         if self.rows < self.updates:
             raise BadInput(f"Workload(rows={self.rows}, updates={self.updates})", "each update takes a row or more",
                            "take more rows, or fewer updates")  # fmt: skip

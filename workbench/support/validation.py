@@ -309,8 +309,8 @@ def value_type(hint: Any) -> Any:
         return Any
     known = ("builtins", "typing", "collections.abc")
     if isinstance(hint, type) and not (origin or hint.__module__ in known or is_typeddict(hint)):
-        name = hint.__name__
-        said = f"a wb.{name}(...)" if is_settings(hint) else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+        name, where = hint.__name__, "wb.mapping" if hint.__module__.startswith("workbench.mapping.") else "wb"
+        said = f"a {where}.{name}(...)" if is_settings(hint) else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
         schema = core_schema.is_instance_schema(hint, cls_repr=said)
         return Annotated[Any, GetPydanticSchema(lambda *_: schema)]
     return hint
