@@ -30,9 +30,9 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
-def dumps(thing: Any) -> bytes:
+def dumps(thing: Any, pickler: type[Pickler] = Pickler) -> bytes:
     """The bytes of a thing, by value where no other process could import it; `pickle.loads` reads them."""
-    Pickler(file := io.BytesIO()).dump(thing)
+    pickler(file := io.BytesIO()).dump(thing)
     return file.getvalue()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -67,21 +66,17 @@ def _each_by_value(things: Sequence[Any]) -> list[bytes]:
 
 
 def _dumps(things: Sequence[Any], modules: Collection[ModuleType]) -> list[bytes]:
-    from workbench.support.pickles import Pickler as CodeKept
+    from workbench.support import pickles
 
     ids = {id(module) for module in modules}
 
-    class Pickler(CodeKept):
+    class Pickler(pickles.Pickler):
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, ModuleType) and id(value) in ids:  # cloudpickle's way fails on modules in a circle
                 return ModuleType, (value.__name__,), {k: v for k, v in vars(value).items() if k not in OF_IMPORT}
             return super().reducer_override(value)
 
-    dumped = []
-    for thing in things:
-        Pickler(file := io.BytesIO()).dump(thing)
-        dumped.append(file.getvalue())
-    return dumped
+    return [pickles.dumps(thing, Pickler) for thing in things]
 
 
 @contextlib.contextmanager
