@@ -17,6 +17,7 @@ import operator
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,25 +170,15 @@ def _rows(corpus: Any) -> Iterator[tuple[str, str]]:
 
 def _index(rows: Sequence[tuple[str, str]]) -> Path:
     """A database of these rows, made where it is missing."""
-    from workbench.support.files import home, locked, private_folder
+    from workbench.support.files import home, locked, private_folder, replacing
 
     key = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
-    folder = home() / "search"
-    private_folder(folder)
-    path = folder / f"{key}.sqlite"
+    path = private_folder(home() / "search") / f"{key}.sqlite"
     with locked("search"):
-        if path.exists():
-            return path
-        part = path.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        database = sqlite3.connect(part)
-        try:
-            with database:
+        if not path.exists():
+            with replacing(path) as file, closing(sqlite3.connect(file.name)) as database, database:
                 database.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text, tokenize='porter unicode61')")
                 database.executemany("INSERT INTO texts VALUES (?, ?)", rows)
-        finally:
-            database.close()
-        part.rename(path)  # whole, or not at all
     return path
 
 
@@ -195,14 +186,11 @@ def _found(path: str, query: str, results: int, words: int) -> list[dict[str, st
     """What matches any of the words of a query, best first."""
     if not (asked := list(dict.fromkeys(WORD.findall(query)))):
         raise BadInput(f"query={query!r:.80}", "has no words")
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         rows = database.execute(
             "SELECT title, snippet(texts, 1, '', '', ' ... ', ?) FROM texts WHERE texts MATCH ? ORDER BY rank LIMIT ?",
             (words, " OR ".join(f'"{word}"' for word in asked[:64]), results),
         ).fetchall()
-    finally:
-        database.close()
     return [{"title": title, "text": text} if title else {"text": text} for title, text in rows]
 
 
