@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,10 +43,7 @@ def running_position() -> tuple[int, int] | None:
     where `running_cell` is."""
     if running_cell() is None:
         return None
-    frames, frame = [], inspect.currentframe()
-    while frame is not None:
-        frames.append((frame, frame.f_lasti))
-        frame = frame.f_back
+    frames = [(frame, frame.f_lasti) for frame, _ in walk_stack(inspect.currentframe())]
     return _position(reversed(frames))
 
 
@@ -104,10 +102,8 @@ def in_notebook() -> bool:
 
 def notebook_path() -> Path:
     """The file of the notebook that this kernel belongs to, as JupyterLab and VS Code tell it; else `BadInput`."""
-    shell = ipython_shell()
-    told = (shell.user_ns.get("__vsc_ipynb_file__") if shell is not None else None) or os.environ.get(
-        "JPY_SESSION_NAME"
-    )
+    variables = getattr(ipython_shell(), "user_ns", {})
+    told = variables.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
     if not told or not Path(told).is_file():
         rule = "this kernel's front end does not tell which file its notebook is"
         raise BadInput(f"notebook={told!r}", rule, "save it, and give its path: notebook='path/to/file.ipynb'")
@@ -116,6 +112,5 @@ def notebook_path() -> Path:
 
 def code_of_cell(number: int) -> str:
     """The text of the cell that was run as `In [number]`; empty where there is none."""
-    shell = ipython_shell()
-    texts = [] if shell is None else shell.user_ns.get("In", [])
+    texts = getattr(ipython_shell(), "user_ns", {}).get("In", [])
     return str(texts[number]) if 0 < number < len(texts) else ""
