@@ -244,14 +244,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _right(answer: object) -> list[Any]:
     text = answer.strip() if isinstance(answer, str) else ""
-    if isinstance(answer, Real) and not isinstance(answer, bool) and _is_finite(answer):
+    if isinstance(answer, Real) and not isinstance(answer, bool) and (isinstance(answer, int) or isfinite(answer)):
         text = f"{Decimal(str(answer)):f}" if isinstance(answer, float) else _text(answer)  # not 1e-07
     whole = any(sign in text for sign in _FORMULA_SIGNS) or (len(text) > 2 and text[0] == text[-1] == "$")
     return _formulas(_last_box(text) if whole else f"{_BOX}{text}}}")
-
-
-def _is_finite(number: Real) -> bool:
-    return isinstance(number, int) or isfinite(number)
 
 
 def _last_box(text: str) -> str:
