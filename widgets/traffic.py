@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from workbench.display.html import bytes_text, seconds_text, table
-from workbench.display.traffic import changed_map, flow
+from workbench.display.traffic import changed_map
 from workbench.errors import NotFound
 from workbench.session.changed import barely_visible
 from workbench.telemetry.syncs import changed_frame
@@ -14,49 +14,43 @@ from workbench_widgets.view import View, choice
 
 KINDS = {"weights": "weights for generation", "batch": "rows for stages", "move": "changes of placement", "": "all"}
 EVERY_STAGE = "every stage"
-PICTURES = ("matrix", "flow")
 BUCKETS, NOTES = 16, 100  # rows of the table; notes of what updates changed, of all ranks
 
 
 class TrafficView(View):
-    """Bytes between processes by what moved and for which stage: as a matrix or a flow, by bucket, by strategy; and
-    what updates changed, once `lab.changed()` has been called."""
+    """Bytes between processes by what moved and for which stage: as a matrix, by bucket, by strategy; and what updates
+    changed, once `lab.changed()` has been called."""
 
     name, title = "traffic", "Traffic"
-    fields = ("stage", "shape")
+    fields = ("stage",)
 
     def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
-        self.kind, self.stage, self.shape = "", EVERY_STAGE, PICTURES[0]
+        self.kind, self.stage = "", EVERY_STAGE
         self._transfers, self._syncs, self._changed = map(lab.telemetry.follow, ("transfers", "syncs", "changed"))
         self._notes: list[dict[str, Any]] = []
         self._whole_bytes = self._saved_bytes = 0
 
     def depends_on(self) -> Hashable:
         sizes = self._transfers.size_bytes, self._changed.size_bytes
-        return sizes, self.kind, self.stage, self.shape, str(self.lab.placement)
+        return sizes, self.kind, self.stage, str(self.lab.placement)
 
     def _moved(self) -> Any:
         return self.lab.telemetry.transfer_sums.frame(self.kind or None)
 
     def controls(self) -> str:
         stages = [EVERY_STAGE, *sorted(set(self._moved()["stage"]))]
-        return (
-            choice("what moved", "kind", KINDS, self.kind)
-            + choice("for", "stage", stages, self.stage)
-            + choice("as", "shape", PICTURES, self.shape)
-        )
+        return choice("what moved", "kind", KINDS, self.kind) + choice("for", "stage", stages, self.stage)
 
     def picture(self) -> str:
         traffic = self._traffic()
         if traffic is None:
             return "<p>Nothing of this kind has moved between processes yet.</p>" + self._strategies() + self._changes()
-        picture = traffic._repr_html_() if self.shape == "matrix" else flow(traffic)
-        return picture + self._buckets() + self._strategies() + self._changes()
+        return str(traffic._repr_html_()) + self._buckets() + self._strategies() + self._changes()
 
     def svg(self) -> str | None:
         traffic = self._traffic()
-        return None if traffic is None else (traffic.svg if self.shape == "matrix" else flow(traffic, alone=True))
+        return None if traffic is None else traffic.svg
 
     def text(self) -> str:
         traffic = self._traffic()

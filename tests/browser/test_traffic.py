@@ -1,4 +1,4 @@
-"""Traffic in a real notebook, between pools: what moved, for which stage, as matrix and as flow."""
+"""Traffic in a real notebook, between pools: what moved, and for which stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def test_what_moved_is_chosen_by_mouse_and_keyboard(shared_notebook: Callable[[S
     notebook: Notebook = shared_notebook([OPEN, "panel"])
     notebook.run(0)
     panel = notebook.run(1).locator(".wb-panel")
-    page = notebook.page
 
     def told(text: str) -> None:
         panel.get_by_text(text).first.wait_for()
@@ -46,18 +45,10 @@ def test_what_moved_is_chosen_by_mouse_and_keyboard(shared_notebook: Callable[[S
     notebook.wait_for("view.stage == 'compute_values'")
     told(notebook.ask("shown(stage='compute_values')"))
 
-    # by keyboard: as a flow, and back
-    shape = panel.get_by_label("as", exact=True)
-    matrix = panel.locator("svg").first.get_attribute("aria-label")
-    shape.focus()
-    page.keyboard.press("ArrowDown")
-    notebook.wait_for("view.shape == 'flow'")
-    page.wait_for_function(
-        "(before) => document.querySelector('.wb-panel svg')?.getAttribute('aria-label') !== before", arg=matrix
-    )
-    notebook.picture("traffic-flow")
-    panel.get_by_label("as", exact=True).press("ArrowUp")
-    notebook.wait_for("view.shape == 'matrix'")
+    # by keyboard: for every stage again
+    panel.get_by_label("for", exact=True).press("Home")
+    notebook.wait_for("view.stage == 'every stage'")
+    told(notebook.ask("shown()"))
 
     # what has not moved says so; what moves from now on is followed
     panel.get_by_label("what moved", exact=True).select_option("move")

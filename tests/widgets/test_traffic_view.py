@@ -10,27 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.cases import tiny_lab
-from workbench.display.traffic import flow, traffic
 from workbench.telemetry import TelemetryStore, Transfer
-
-
-def transfers(*moved: tuple[str, str, int]) -> pd.DataFrame:
-    return pd.DataFrame(
-        [
-            {"source": source, "destination": destination, "moved_bytes": n, "duration_s": 0.5, "stage": "s"}
-            for source, destination, n in moved
-        ]
-    )
-
-
-def test_bands_are_as_wide_as_bytes_are_many() -> None:
-    shown = traffic(transfers(("a", "b", 300), ("a", "c", 100)), names=["a", "b", "c"], what="rows")
-    picture = flow(shown)
-    assert picture.count("<path") == 2
-    assert "a to b: 300 bytes" in picture
-    assert "a 400 B" in picture
-    assert "rows: 400 B in all" in picture
-    assert flow(shown, alone=True).startswith("<svg")
 
 
 def test_nothing_has_moved(tmp_path: Path) -> None:
@@ -103,8 +83,6 @@ def test_strategies_beside_what_was_measured(tmp_path: Path) -> None:
         view = lab.panel("traffic").views["traffic"]
         view.act("kind", {"value": "weights"})
         assert "hybridflow (in use)" in view.picture()
-        view.act("shape", {"value": "flow"})
-        assert "flow of weights" in view.picture()
         made = lab.history._planned[1]["sync_plans"]
         lab.sync_plans()
         assert lab.history._planned[1]["sync_plans"] is made  # and made again where the actor stands otherwise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from workbench.display.html import bytes_text, folded, numbers_table, svg
 
 CELL, LEFT, TOP, CHARACTER = 44, 12, 28, 6.6
 ROW, WIDEST, NARROWEST, TICK, LEAST_SHOWN = 16, 34, 7, 34, 1e-5  # of the heat map: pixels, and the lightest share
-FLOW_FILLS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")  # Okabe and Ito
 MOST_PAIRS = 200  # of the table
 FILL = "#0072b2"  # Okabe and Ito's blue; its opacity shows how many bytes
 
@@ -48,10 +46,6 @@ class Traffic:
         return f"<Traffic of {self.what}: {bytes_text(self.total_bytes)}, {pairs} pairs>"[:79]
 
     def _repr_html_(self) -> str:
-        return self.with_figures(self.svg)
-
-    def with_figures(self, picture: str) -> str:
-        """A picture of it with its figures under it, and the pairs as a table."""
         rows = [
             [pair["source"], pair["destination"], bytes_text(pair["moved_bytes"])]
             for pair in self.frame().to_dict("records")
@@ -59,7 +53,7 @@ class Traffic:
         cut = f", the {MOST_PAIRS} largest of {len(rows)}" if len(rows) > MOST_PAIRS else ""
         pairs = numbers_table(["from", "to", "bytes"], rows[:MOST_PAIRS], caption=f"{self.what}{cut}")
         told = f'<div style="font-size:12px">{escape(self.figures)}</div>'
-        return f'<div style="color:inherit">{picture}{told}{folded("The pairs as a table", pairs)}</div>'
+        return f'<div style="color:inherit">{self.svg}{told}{folded("The pairs as a table", pairs)}</div>'
 
     @property
     def svg(self) -> str:
@@ -92,62 +86,6 @@ def traffic(transfers: pd.DataFrame, *, names: Sequence[str], what: str, minimum
     matrix.index.name, matrix.columns.name = "source", "destination"
     seconds = pd.Series(transfers.groupby("destination")["duration_s"].sum(), dtype="float64")
     return Traffic(matrix, {str(name): float(s) for name, s in seconds.items()}, what, minimum_bytes)
-
-
-FLOW_WIDTH, FLOW_HEIGHT, NODE, LEAST_BAND = 560, 260, 14, 1.5
-
-
-def flow(shown: Traffic, *, alone: bool = False) -> str:
-    """The same as bands from sources, on the left, to destinations: as wide as the bytes are many.
-
-    alone: only the svg, without the figures under it.
-    """
-    pairs = [
-        (str(pair["source"]), str(pair["destination"]), int(pair["moved_bytes"]))
-        for pair in shown.frame().to_dict("records")
-    ]
-    order = [str(name) for name in shown.matrix.index]
-    sources = [name for name in order if any(pair[0] == name for pair in pairs)]
-    destinations = [name for name in order if any(pair[1] == name for pair in pairs)]
-    styles = dict(zip(order, itertools.cycle(FLOW_FILLS), strict=False))
-    gaps = 10 * (max(len(sources), len(destinations)) + 1)
-    scale = (FLOW_HEIGHT - gaps) / max(1, shown.total_bytes)
-    left = CHARACTER * max((len(name) for name in sources), default=0) + 80
-    right = left + FLOW_WIDTH
-
-    def nodes(names: Sequence[str], side: int) -> dict[str, float]:
-        tops, y = {}, 10.0
-        for name in names:
-            tops[name] = y
-            y += max(LEAST_BAND, sum(pair[2] for pair in pairs if pair[side] == name) * scale) + 10
-        return tops
-
-    starts, ends = nodes(sources, 0), nodes(destinations, 1)
-    parts, reached = [], {"left": dict(starts), "right": dict(ends)}
-    for source, destination, moved in sorted(pairs, key=lambda pair: (order.index(pair[0]), order.index(pair[1]))):
-        width = max(LEAST_BAND, moved * scale)
-        y1, y2, middle = reached["left"][source], reached["right"][destination], (left + right) / 2
-        reached["left"][source] += width
-        reached["right"][destination] += width
-        x1, x2, low1, low2 = left + NODE, right - NODE, y1 + width, y2 + width
-        there = f"M{x1:g},{y1:.1f} C{middle:g},{y1:.1f} {middle:g},{y2:.1f} {x2:g},{y2:.1f}"
-        path = f"{there} V{low2:.1f} C{middle:g},{low2:.1f} {middle:g},{low1:.1f} {x1:g},{low1:.1f} Z"
-        told = escape(f"{source} to {destination}: {moved:,} bytes")
-        parts.append(f'<path d="{path}" fill="{styles[source]}" fill-opacity=".45"><title>{told}</title></path>')
-    for names, tops, side, x in ((sources, starts, 0, left), (destinations, ends, 1, right - NODE)):
-        for name in names:
-            total = sum(pair[2] for pair in pairs if pair[side] == name)
-            height, label = max(LEAST_BAND, total * scale), f"{name} {bytes_text(total)}"
-            place = f'x="{left - 6:g}" text-anchor="end"' if side == 0 else f'x="{right + 6:g}"'
-            parts.append(
-                f'<rect x="{x:g}" y="{tops[name]:.1f}" width="{NODE}" height="{height:.1f}" fill="{styles[name]}"/>'
-                f'<text {place} y="{tops[name] + height / 2 + 4:.1f}" fill="currentColor">{escape(label)}</text>'
-            )
-    tail = CHARACTER * max((len(name) for name in destinations), default=0) + 80
-    height = max([FLOW_HEIGHT, *(y + 10 for tops in reached.values() for y in tops.values())])
-    label = f"flow of {shown.what} from {len(sources)} to {len(destinations)} processes"
-    picture = svg("".join(parts), right + tail, height, label)
-    return picture if alone else shown.with_figures(picture)
 
 
 def changed_map(changed: pd.DataFrame) -> str:
