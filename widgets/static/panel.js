@@ -2,13 +2,12 @@
 import { enable, listen, replace } from "./forms.js";
 import { make } from "./dom.js";
 import { mountCharts } from "./chart.js";
-import { mountConversation } from "./conversation.js";
+import { mountItems } from "./items.js";
 import { mountPlacement } from "./placement.js";
-import { mountSamples } from "./samples.js";
 import { mountTimeline } from "./timeline.js";
 
 // Views with a script of their own: `mount(area, send)` gives `{draw(data, buffers)}`.
-const SCRIPTS = { conversation: mountConversation, memory: mountCharts, metrics: mountCharts, placement: mountPlacement, samples: mountSamples, timeline: mountTimeline };
+const SCRIPTS = { conversation: mountItems, memory: mountCharts, metrics: mountCharts, placement: mountPlacement, samples: mountItems, timeline: mountTimeline };
 
 const SILENT_S = 30; // without a word of the kernel, which says every 5 s that it is there
 const GONE = "Disconnected: no sign of the kernel. What is below is the last that it sent.";

@@ -1,8 +1,9 @@
-// Samples: html of the kernel, in which arrow keys go from token to token and from row to row, and a line says numbers.
+// Samples and conversations: html of the kernel, in which arrow keys go from token to token, from row to row and from turn
+// to turn; of a token a line says the numbers, and of a turn they fold what it was answered.
 import { replace } from "./forms.js";
 import { make } from "./dom.js";
 
-export function mountSamples(area) {
+export function mountItems(area) {
   const page = make("div");
   area.append(page);
 
@@ -33,13 +34,24 @@ export function mountSamples(area) {
     return to === undefined ? undefined : items[Math.max(0, Math.min(items.length - 1, to))];
   }
 
+  // to open what a turn was answered is not to go there; this is before the panel hears of it
+  page.addEventListener("click", (event) => {
+    if (event.target.closest("summary")) event.stopPropagation();
+  });
   page.addEventListener("keydown", (event) => {
+    if (event.target.closest("summary")) {
+      event.stopPropagation(); // Enter folds
+      return;
+    }
     const group = event.target.closest("[data-steps]");
     const item = event.target.closest("[data-item]");
     if (!group || !item) return;
-    const next = step([...group.querySelectorAll("[data-item]")], item, event.key);
+    const fold = { ArrowRight: true, ArrowLeft: false }[event.key];
+    const folds = item.getAttribute("role") === "treeitem" && fold !== undefined;
+    const next = folds ? item : step([...group.querySelectorAll("[data-item]")], item, event.key);
     if (!next) return;
     event.preventDefault();
+    if (folds) for (const details of item.querySelectorAll("details")) details.open = fold;
     next.focus();
   });
   page.addEventListener("focusin", (event) => {
