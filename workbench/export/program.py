@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import io
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -340,18 +338,9 @@ def indented(text: str) -> str:
 
 
 def lines_in_strings(text: str) -> set[int]:
-    """Numbers of the lines, from 1, that begin inside a string."""
-    inside: set[int] = set()
-    opened: list[int] = []
-    for token in tokenize.generate_tokens(io.StringIO(text + "\n").readline):
-        kind = tokenize.tok_name[token.type]
-        if kind == "STRING":
-            inside |= set(range(token.start[0] + 1, token.end[0] + 1))
-        elif kind == "FSTRING_START":  # from Python 3.12 on
-            opened.append(token.start[0])
-        elif kind == "FSTRING_END":
-            inside |= set(range(opened.pop() + 1, token.end[0] + 1))
-    return inside
+    """Numbers of the lines, from 1, that begin inside a string, or between strings that are joined without a `+`."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return {line for node in nodes for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
 def _docstring(text: str) -> str:
