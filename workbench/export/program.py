@@ -17,7 +17,7 @@ from workbench.errors import BadInput, MissingDependency
 from workbench.export.cells import replaced
 from workbench.export.loops import Repeat, Step, iterated, statements_in
 from workbench.export.parameters import Parameter
-from workbench.export.statements import Statement, at_margin
+from workbench.export.statements import Statement, at_margin, origins
 from workbench.messages.protocols import PAPERS
 
 # Packages whose classes call nothing of a subclass while that is made. (An Enum calls the `__init__` of its members.)
@@ -29,19 +29,6 @@ METHODS = {
 }  # fmt: skip
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PARTS = ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.expr_context
-
-
-def origins(imports: Iterable[ast.stmt]) -> dict[str, str]:
-    """By name what imports bind it to: `{"wb": "workbench", "dataclass": "dataclasses.dataclass"}`."""
-    found: dict[str, str] = {}
-    for node in imports:
-        if isinstance(node, ast.Import):
-            found |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def is_plain(node: ast.stmt, imported: Mapping[str, str]) -> bool:

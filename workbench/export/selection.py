@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 
 from workbench.errors import BadInput
 from workbench.export.cells import Cell, replaced
-from workbench.export.statements import Statement, at_margin, builtin, own_names, root
+from workbench.export.statements import Statement, at_margin, builtin, origins, own_names, root
 
 # Methods that answer or draw, and change nothing: of a workbench and its parts; and of a frame, of a figure.
 SHOWING = {
@@ -57,12 +57,7 @@ class Looking:
         nodes = [node for statement in statements for node in ast.walk(statement.node)]
         functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         bound = {name for statement in statements if not statement.is_import for name in statement.names.binds}
-        imported = {
-            alias.asname or alias.name
-            for node in nodes
-            if isinstance(node, ast.ImportFrom) and _is_of(node.module, DISPLAYS)
-            for alias in node.names
-        }
+        imported = {name for name, origin in origins(nodes).items() if _is_of(origin, DISPLAYS)}
         self._methods, self._of_frames = SHOWING - functions, OF_FRAMES - functions
         self._of_tables, self._ours = OF_TABLES - functions, _ours(statements)
         self._displays = ({"display", "clear_output"} | imported) - bound
@@ -173,14 +168,9 @@ def _annotating(node: ast.AST) -> set[str]:
 def _ours(statements: Sequence[Statement]) -> set[str]:
     """The names of what came from the workbench: imported from it, or made by calls of what is."""
     roots: dict[str, set[str | None]] = {}  # of each name, what the values begin with that it is given
-    found = set[str]()
+    found = {name for name, origin in origins(s.node for s in statements).items() if _is_of(origin, ("workbench",))}
     for statement in statements:
         node = statement.node
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                if _is_of(getattr(node, "module", None) or alias.name, ("workbench",)):
-                    found.add((alias.asname or alias.name).partition(".")[0])
-            continue
         values: list[ast.AST] = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
         values = [node.iter] if isinstance(node, ast.For) else values
         values = [item.context_expr for item in node.items] if isinstance(node, ast.With) else values

@@ -99,6 +99,19 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
 
 
+def origins(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """By name what imports among the nodes bind it to: `{"wb": "workbench", "dataclass": "dataclasses.dataclass"}`."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def names_of(text: str) -> Names:
     """By Python's own symbol table, as for a module."""
     try:
