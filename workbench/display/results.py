@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import pandas as pd
@@ -29,15 +30,10 @@ def sparkline(values: Sequence[float], label: str) -> Markup:
         return f"{EDGE + n * step:.1f},{HEIGHT - EDGE - (HEIGHT - 2 * EDGE) * part:.1f}"
 
     colour = STROKES[0].colour
-    runs, run = list[list[str]](), list[str]()
-    for n, value in enumerate(values):
-        if math.isfinite(value):
-            run.append(place(n))
-        elif run:
-            runs, run = [*runs, run], []
     lines = "".join(
-        f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        for points in filter(None, (*runs, run))
+        f'<polyline points="{" ".join(map(place, run))}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        for drawn, run in groupby(range(len(values)), lambda n: math.isfinite(values[n]))
+        if drawn
     )
     last = max(n for n, value in enumerate(values) if math.isfinite(value))
     x, y = place(last).split(",")
