@@ -125,10 +125,17 @@ _TRANSFER_ARGS = ("stage", "run", "batch", "columns", "moved_bytes")
 def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of the spans and transfers frames -> trace events, microseconds since the first start."""
     origin_s = min((row["start_s"] for row in [*spans, *transfers]), default=0.0)
-    tracks = _Tracks()
+    processes: dict[str, int] = {}
+    threads: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
+
+    def track(process: str, thread: str) -> tuple[int, int]:
+        """Numbers of a process and of its thread, given out in order of appearance."""
+        pid = processes.setdefault(process, len(processes) + 1)
+        return pid, threads.setdefault((pid, thread), len(threads) + 1)
+
     for number, row in enumerate(spans):
-        pid, tid = tracks.number(f"{row['pool']} {row['device']}", f"{row['role']} rank {row['rank']}")
+        pid, tid = track(f"{row['pool']} {row['device']}", f"{row['role']} rank {row['rank']}")
         overlaps = row["parent"] == "" and row["kind"] in ("queue", "transfer")
         name = row["kind"] if row["parent"] or overlaps else row["stage"]
         event = {
@@ -140,12 +147,19 @@ def trace_events(spans: Sequence[Row], transfers: Sequence[Row]) -> list[dict[st
             peak = {"name": "peak memory", "ph": "C", "pid": pid, "ts": _us(row["end_s"], origin_s)}
             events.append({**peak, "args": {"bytes": row["peak_memory_bytes"]}})
     for number, row in enumerate(transfers):
-        pid, tid = tracks.number("transfers", row["source"])
+        pid, tid = track("transfers", row["source"])
         name = f"{row['source']} to {row['destination']}"
         event = {"name": name, "cat": f"transfer {row['kind']}", "pid": pid, "tid": tid}
         event["args"] = _args(row, _TRANSFER_ARGS)
         events += _asynchronous(event, f"t{number}", row, origin_s)
-    return [*tracks.names(), *events]
+    named: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for name, pid in processes.items()
+    ]
+    named += [
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+        for (pid, name), tid in threads.items()
+    ]
+    return [*named, *events]
 
 
 def _us(time_s: float, origin_s: float) -> int:
@@ -168,22 +182,3 @@ def _asynchronous(event: dict[str, Any], key: str, row: Row, origin_s: float) ->
 
 def _args(row: Row, names: Iterable[str]) -> dict[str, Any]:
     return {name: row[name] for name in names if row[name] not in ("", 0)}
-
-
-class _Tracks:
-    """Numbers for process and thread names, given out in order of appearance."""
-
-    def __init__(self) -> None:
-        self._threads: dict[str, dict[str, int]] = {}
-
-    def number(self, process: str, thread: str) -> tuple[int, int]:
-        threads = self._threads.setdefault(process, {})
-        return list(self._threads).index(process) + 1, threads.setdefault(thread, len(threads) + 1)
-
-    def names(self) -> list[dict[str, Any]]:
-        named: list[dict[str, Any]] = []
-        for pid, (process, threads) in enumerate(self._threads.items(), start=1):
-            named.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
-            for thread, tid in threads.items():
-                named.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": thread}})
-        return named
