@@ -254,21 +254,23 @@ class TestDynamicSampling:
         assert batch.lengths("response_ids").max() <= 4
         assert lab.last_metrics["dynamic_sampling"]["rounds"] == 2
 
-    def test_a_draw_that_failed_is_gone_on_with(self, lab: wb.Workbench) -> None:
+    @pytest.mark.parametrize("way", ["iterate", "run"])
+    def test_a_draw_that_failed_is_gone_on_with(self, lab: wb.Workbench, way: str) -> None:
         calls = itertools.count()
 
         @wb.limits(own_process=False)
         def breaks_in_the_second_draw(prompt: str, response: str, **row: Any) -> float:
             if next(calls) == 9:
-                raise ConnectionError("the service is away")
+                raise ConnectionError("the service is away") if way == "iterate" else KeyboardInterrupt
             return 0.0
 
         algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=breaks_in_the_second_draw, rounds=3)
         drawn = lab.prompts.drawn
-        with pytest.raises(StageError, match="the service is away"):
-            algorithm.iterate()
+        go_on = algorithm.iterate if way == "iterate" else lambda: algorithm.run(1)
+        with pytest.raises((StageError, KeyboardInterrupt)):
+            go_on()
         assert lab.prompts.drawn == drawn + 6
-        algorithm.iterate()
+        go_on()
         assert lab.prompts.drawn == drawn + 8
 
     def test_the_penalty_counts_after_the_choice(self, lab: wb.Workbench) -> None:

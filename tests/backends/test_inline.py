@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from tests.cases import TINY, hosts_of, rollouts, stored, tiny_lab, train_on
+from tests.cases import TINY, hosts_of, rollouts, stored, tiny_lab, train_on, vowels
 from tests.expected import expect_error
 from workbench.backends.inline import VARIABLES, InlineBackend
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
@@ -210,6 +210,44 @@ def test_an_update_that_fails_goes_on_with_the_step_that_failed(
     assert lab.actor.update_actor(batch) == expected
     assert lab.actor.weight_digests() == whole
     assert lab.weights["actor"].steps == worker.engine.steps == left + 2
+
+
+def test_the_iteration_of_an_update_that_failed(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`run` goes on with it, and no checkpoint is made of it; an earlier one, by hand, is forgotten."""
+    (host,) = hosts_of(lab).values()
+    engine: Any = host.workers["actor"].engine
+    step, left = engine.step, engine.steps
+
+    def failing(*arguments: Any) -> Any:
+        if engine.steps == left + 1:
+            raise ValueError("broken")
+        return step(*arguments)
+
+    def no_reward(prompt: str, response: str, **row: Any) -> float:
+        raise ZeroDivisionError
+
+    algorithm = wb.GRPO(lab, prompts=2, samples=2, sampling=wb.Sampling(max_new_tokens=4), reward=vowels)
+    monkeypatch.setattr(engine, "step", failing)
+    with expect_error(StageError, value="broken"):
+        algorithm.run(1)
+    with expect_error(BadInput, value="update_actor is between two of its steps", remedy=r"restart\(\)"):
+        lab.save(tmp_path / "under way")
+    monkeypatch.setattr(engine, "step", step)
+    drawn = lab.prompts.drawn
+    algorithm.run(1)
+    assert (lab.prompts.drawn, engine.steps) == (drawn, left + 2)
+
+    left = engine.steps
+    monkeypatch.setattr(engine, "step", failing)
+    with expect_error(StageError, value="broken"):
+        lab.actor.update_actor(lab.put(stored(4), meta={"temperature": 1.0}))
+    lab.save(tmp_path / "by hand", models=False)
+    algorithm.reward = no_reward
+    with expect_error(StageError, value="ZeroDivisionError"):
+        algorithm.run(1)
+    assert not algorithm.under_way
 
 
 def test_weights_that_nobody_could_compare_are_sent_again(lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

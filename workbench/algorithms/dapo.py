@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.loop import GroupSize, RolloutAlgorithm
+from workbench.algorithms.loop import GroupSize, RolloutAlgorithm, is_there
 from workbench.algorithms.waiting import end_to_end
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, numbers_in, ragged_in
@@ -101,7 +101,7 @@ class DAPO(RolloutAlgorithm):
                 draws.append({first.name: lab.prompts.more(self.prompts)})
             made = draws[rounds - 1]
             for stage in before:
-                if stage.name not in made:
+                if stage.name not in made or not is_there(made[stage.name]):
                     made[stage.name] = stage.call(lab, made)
             batch = made[graph["dynamic_sampling"].inputs[0]]
         self._draws = "", []

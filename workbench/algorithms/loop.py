@@ -331,7 +331,7 @@ class Algorithm(StageEdits):
                 if not resumed:
                     self.restart()
                 resumed = False
-                batches = self.lab.runner.batches
+                batches, runs = self.lab.runner.batches, self.lab.runner.counters.run
                 looping, batches.looping, self._staleness = batches.looping, True, staleness
                 self._pause_after = pause_after
                 started_s = time.perf_counter()
@@ -341,9 +341,10 @@ class Algorithm(StageEdits):
                 except BaseException as error:  # stages were only submitted: some of what `made` holds never comes
                     updates = {stage.name for stage in self.graph().stages if stage.updates}
                     sent = {name for name, made in self.made.items() if not isinstance(made, Run) or made.calls}
-                    self._made = {name: made for name, made in self.made.items() if _is_there(made)}
+                    self._made = {name: made for name, made in self.made.items() if is_there(made)}
                     self.lab.buffer.forget_unmade()
-                    begun = bool(self.lab.runner.interrupted.unfinished)  # an update that failed between two steps
+                    left = self.lab.runner.interrupted.unfinished.values()
+                    begun = any(update.number > runs for update in left)  # also one that failed between two steps
                     goes_on = begun or isinstance(error, StageInterrupted | KeyboardInterrupt | HostDied)
                     self._interrupted = self._under_way = self._under_way and goes_on
                     if updates & sent:
@@ -432,7 +433,7 @@ class Algorithm(StageEdits):
         }
 
 
-def _is_there(made: Any) -> bool:
+def is_there(made: Any) -> bool:
     """Whether the result of a stage, which may be pending, has been made."""
     if isinstance(made, Batch):
         made.settle(wait=False)

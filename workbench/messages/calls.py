@@ -52,7 +52,8 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePart:
-    """How far a rank came with an update before it stopped: optimizer steps taken, of how many, and their metrics."""
+    """How far a rank came with an update before it stopped or failed: optimizer steps taken, of how many, and their
+    metrics."""
 
     steps: int
     of: int

@@ -176,13 +176,14 @@ class Interrupted:
         note(f"{run.name}: {where} {part.of}")
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
-    def open_updates(self) -> list[str]:
-        """The updates, as role.operation, that an interrupt left between two of their steps."""
+    def open_updates(self, *, failed: bool = False) -> list[str]:
+        """The updates, as role.operation, that were left between two of their steps: by an interrupt. failed: also
+        those that an error left, which may lie in their settings."""
         weights = self._counters.weights
         return [
             update.name
             for role, update in self.unfinished.items()
-            if update.result is None and not update.failed and weights.get(role) == update.weights
+            if update.result is None and (failed or not update.failed) and weights.get(role) == update.weights
         ]
 
     def forget(self, *, all_of_them: bool = False) -> None:

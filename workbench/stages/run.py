@@ -52,8 +52,8 @@ class Run:
     metrics are reported. in_position: whether its result goes into the position of an algorithm. input, batch: what it
     was given, until it has ended, and what it makes.
     Once it is done: made and meta, the columns that it made and what travels along; metrics, what its ranks reported;
-    given, the result of an update; read, the columns that an update read. parts: of an update that was stopped, how
-    many steps each rank took. Unix times are 0.0 until then.
+    given, the result of an update; read, the columns that an update read. parts: of an update that was left between
+    two steps, how many each rank took. Unix times are 0.0 until then.
     """
 
     number, submitted_s, started_s, ended_s = 0, 0.0, 0.0, 0.0

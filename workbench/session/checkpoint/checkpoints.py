@@ -148,7 +148,7 @@ class Checkpoints:
     # --- carrying it out ----------------------------------------------------------------------------------------------
 
     def _save(self, folder: Path, algorithm: Algorithm | None, *, models: bool) -> Checkpoint:
-        self._check_can_save(folder)
+        self._check_can_save(folder, algorithm)
         roles = self._role_files(folder, models=models)
         _check_room(folder, roles)
         began = time.monotonic()
@@ -169,7 +169,7 @@ class Checkpoints:
         )
         return read_checkpoint(folder)
 
-    def _check_can_save(self, folder: Path) -> None:
+    def _check_can_save(self, folder: Path, algorithm: Algorithm | None) -> None:
         """Raise where roles cannot be saved now; waits for the stages under way."""
         runner = self._runner
         runner.snapshots.refuse(f"save({str(folder)!r})", "that needs the roles as they are")
@@ -180,11 +180,12 @@ class Checkpoints:
         for group in runner.groups.by_role.values():
             runner.groups.check_alive(group)
         runner.scheduler.drain()
-        if left := runner.interrupted.open_updates():
+        under_way = algorithm is not None and algorithm.under_way  # and would take all steps of an update that failed
+        if left := runner.interrupted.open_updates(failed=under_way):
             raise BadInput(
-                f"save({str(folder)!r}) while {left[0]} is between two of its steps, as an interrupt left it",
+                f"save({str(folder)!r}) while {left[0]} is between two of its steps, where it was stopped or failed",
                 "a checkpoint would not know which are taken",
-                "run the same call again, which takes the rest, and then save",
+                "run the same call again, which takes the rest, or after an error restart(), and then save",
             )  # fmt: skip
 
     def _role_files(self, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
