@@ -384,8 +384,17 @@ class DeepSpeedEngine(TrainingEngine):
 
 def _attributes(owner: Any, *names: str) -> list[Tensor]:
     """All tensors in those of these attributes of `owner` that exist: tensors or nested lists and dicts of them."""
-    found = torch.utils._pytree.tree_leaves([getattr(owner, name, None) for name in names])
-    return [value for value in found if isinstance(value, Tensor)]
+    waiting = [getattr(owner, name, None) for name in names]
+    tensors = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return tensors
 
 
 def _import_deepspeed() -> Any:
