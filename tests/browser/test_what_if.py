@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CELL = """
 import workbench as wb
-asked = wb.mapping.what_if(dict.fromkeys(("actor", "critic", "reference", "reward"), "llama-7b"))
+models = {"actor": "llama-7b", "reference": "llama-7b", "reward": None}
+asked = wb.mapping.what_if(models, workload="grpo")
 asked
 """
 

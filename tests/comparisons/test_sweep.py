@@ -114,7 +114,8 @@ def test_a_trial_is_made_again_where_what_it_uses_has_changed(tmp_path: Path) ->
 
 
 def test_trials_side_by_side_have_the_scores_of_trials_one_after_the_other(tmp_path: Path) -> None:
-    """In processes, each of which waits for the others; one that fails says why, and stops the others."""
+    """In processes, each of which waits for the others; one that fails says why, and stops the others, also where a
+    script in the background began them, which ignores interrupts."""
     folder = str(tmp_path)
 
     def train(seed: int, arm: str, others: str) -> Any:
@@ -137,8 +138,13 @@ def test_trials_side_by_side_have_the_scores_of_trials_one_after_the_other(tmp_p
     assert found.df["score"].tolist() == after.df["score"].tolist()
     assert found.df["run"].str.startswith("side-").all() and (tmp_path / "sweeps/side/a-0.log").exists()
     stopping = {"c": {"arm": "c", "others": "d"}, "d": {"arm": "d", "others": "cz"}}
-    with expect_error(StageError, value="trial c, seed 0", rule="ValueError: no such thing", remedy="c-0.log"):
-        wb.sweep("fails", train, stopping, seeds=1, runs=folder, at_once=2)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with expect_error(StageError, value="trial c, seed 0", rule="ValueError: no such thing", remedy="c-0.log"):
+            wb.sweep("fails", train, stopping, seeds=1, runs=folder, at_once=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "KeyboardInterrupt" in (tmp_path / "sweeps/fails/d-0.log").read_text()
 
 
 def test_a_score_that_is_no_number_is_refused(tmp_path: Path) -> None:
