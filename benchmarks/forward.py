@@ -22,8 +22,8 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs, pad_right
+from workbench.models.loading import load_causal_lm
 from workbench.placement.role_model import AUTOMATIC_TOKENS
 from workbench.workers.micro_batches import cut
 

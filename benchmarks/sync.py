@@ -28,7 +28,8 @@ from torch import Tensor
 
 import workbench as wb
 from workbench.batches.columns import Ragged, Table
-from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm
 from workbench.resharding.patches import Change, Patch, change
 
 RATES = (1e-6, 1e-5, 1e-4)

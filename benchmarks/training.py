@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import workbench as wb
 from benchmarks.models import folder
 from workbench.batches.columns import Ragged, Table
-from workbench.models import load_causal_lm, load_config
+from workbench.models.loading import load_causal_lm, load_config
 
 H100_BF16 = 990e12
 """The bf16 peak that an H100's data sheet names, FLOP/s; a product reaches 800e12."""

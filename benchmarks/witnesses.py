@@ -370,7 +370,7 @@ def against_trl_preferences() -> Iterator[Row]:
 
 def _head_apart(head: Any, selective_log_softmax: Callable[..., Tensor]) -> float:
     """Log-probabilities of a tiny model's tokens: our head, and trl's function on transformers' logits."""
-    from workbench.models import load_causal_lm
+    from workbench.models.loading import load_causal_lm
 
     model = load_causal_lm("tiny-llama", dtype=torch.float32, device=torch.device("cpu")).eval()
     ids = torch.randint(0, 100, (3, 9), generator=torch.Generator().manual_seed(0))

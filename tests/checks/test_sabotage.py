@@ -18,7 +18,7 @@ from workbench.batches.columns import Ragged
 from workbench.checks import CHECKS, CheckReport
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, CheckFailed
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.objectives.aggregation import denominator
 from workbench.objectives.estimators import gae
 from workbench.objectives.groups import rloo

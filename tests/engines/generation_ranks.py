@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.engines.generation_cases import PROMPTS, SEEDS
 from workbench.engines.generation.vllm_engine import VllmEngine
-from workbench.models import load_causal_lm, resolve
+from workbench.models import resolve
+from workbench.models.loading import load_causal_lm
 from workbench.settings.engines import Generation, Sampling
 
 GREEDY = Sampling(temperature=0, max_new_tokens=8)

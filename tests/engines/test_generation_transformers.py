@@ -9,7 +9,8 @@ from tests.engines import generation_cases as cases
 from tests.expected import expect_error
 from workbench.engines.generation.transformers_engine import TransformersEngine
 from workbench.errors import BadInput, SyncError
-from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm
 from workbench.settings.engines import Generation, Sampling
 
 SETTINGS = Generation(engine="transformers", max_model_tokens=cases.MAX_MODEL_TOKENS)

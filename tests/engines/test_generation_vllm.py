@@ -22,7 +22,8 @@ from tests.expected import expect_error
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.generation.vllm_start import private_sockets
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm, load_tokenizer, resolve
+from workbench.models import load_tokenizer, resolve
+from workbench.models.loading import load_causal_lm
 from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Sampling

@@ -10,7 +10,8 @@ import torch
 from tests.engines import generation_cases as cases
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm, load_tokenizer, resolve
+from workbench.models import load_tokenizer, resolve
+from workbench.models.loading import load_causal_lm
 from workbench.settings.engines import Generation, Sampling
 
 if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():

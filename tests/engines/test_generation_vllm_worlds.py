@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from tests.engines import generation_cases as cases
 from tests.engines.generation_ranks import run
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)

@@ -17,7 +17,8 @@ from tests.engines import generation_cases as cases
 from workbench.engines.generation.vllm_engine import VllmEngine
 from workbench.engines.generation.weight_copies import WeightCopies, keeps_weights_as_loaded
 from workbench.errors import SyncError
-from workbench.models import load_causal_lm, load_config, resolve
+from workbench.models import resolve
+from workbench.models.loading import load_causal_lm, load_config
 from workbench.placement.memory import vllm_weight_bytes
 from workbench.placement.role_model import RoleModel
 from workbench.settings.engines import Generation, Sampling

@@ -12,7 +12,7 @@ import workbench as wb
 from tests.cases import TINY, rollouts, tiny_lab, train_on
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 
 pytestmark = pytest.mark.slow
 

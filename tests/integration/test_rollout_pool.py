@@ -19,7 +19,7 @@ from tests.cases import vowels
 from workbench.backends import registry
 from workbench.batches.columns import Ragged
 from workbench.errors import HostDied, WorkbenchError
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.stages import stage
 from workbench.workers.roles.actor import ActorWorker

@@ -15,7 +15,7 @@ import workbench as wb
 from tests.cases import tiny_lab
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm, load_config
+from workbench.models.loading import load_causal_lm, load_config
 from workbench.workers.weight_transition import plan_of, trained_slices
 
 pytestmark = [

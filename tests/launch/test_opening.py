@@ -22,7 +22,8 @@ from workbench.data.prompts import Prompts
 from workbench.engines.generation.vllm_start import PHASES
 from workbench.errors import BadInput, StageError
 from workbench.launch import opening
-from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm
 from workbench.telemetry import span
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from workbench.errors import BadInput, MissingDependency
-from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs
+from workbench.models.loading import load_causal_lm
 from workbench.models.packing import compile_layers
 from workbench.settings.training import Training
 

@@ -15,8 +15,8 @@ from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs
+from workbench.models.loading import load_causal_lm
 from workbench.models.lora import LoRA, add_lora, without_adapter, write_adapter
 
 peft: Any = pytest.importorskip("peft")

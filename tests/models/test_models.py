@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.expected import expect_error
 from workbench.errors import BadInput, ModelUnavailable
-from workbench.models import TINY, load_backbone, load_causal_lm, load_config, resolve
+from workbench.models import TINY, resolve
 from workbench.models.heads import load_token_values
-from workbench.models.loading import read_config
+from workbench.models.loading import load_backbone, load_causal_lm, load_config, read_config
 from workbench.models.resolve import gguf_path, tiny_folder
 from workbench.models.tokenizers import load_tokenizer
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.cases import TINY
-from workbench.models import load_causal_lm, load_tokenizer
-from workbench.models.loading import write_model
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm, write_model
 
 
 @pytest.mark.parametrize(("shard_gb", "files"), [(5.0, 1), (1e-4, 2)])

@@ -12,8 +12,9 @@ from tests.expected import expect_error
 from workbench.data.examples import Examples
 from workbench.engines.generation.base import end_token_ids
 from workbench.errors import BadInput, ModelUnavailable
-from workbench.models import BUNDLED, TINY, chat_template, load_causal_lm, load_tokenizer, render_prompt
+from workbench.models import BUNDLED, TINY, chat_template, load_tokenizer, render_prompt
 from workbench.models.chat_format import written_tokens
+from workbench.models.loading import load_causal_lm
 from workbench.models.resolve import gguf_path
 from workbench.models.tokenizers import differing_ends, render_reply, turn_end
 

@@ -16,7 +16,7 @@ from tests.cases import generation_groups
 from tests.expected import expect_error
 from tests.resharding.counting import Held, count, generation_ranks
 from workbench.errors import BadInput
-from workbench.models import load_config
+from workbench.models.loading import load_config
 from workbench.placement import Layout
 from workbench.resharding.strategies import STRATEGIES, plan_sync, plan_transition
 from workbench.resharding.weights import ModelWeights, Part, Weight, model_weights

@@ -22,7 +22,7 @@ from tests.workers.test_rollout import apart
 from tests.workers.update_ranks import context_here
 from workbench.display.traffic import changed_map
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.settings.engines import DType

@@ -18,7 +18,7 @@ from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, MissingDependency, StageError
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 
 pytest.importorskip("peft")
 LORA = wb.LoRA(rank=4, alpha=16)

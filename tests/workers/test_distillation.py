@@ -16,7 +16,7 @@ from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.objectives.kl import divergence
 
 TEACHER, SIZE = "tiny-llama", 264

@@ -14,8 +14,8 @@ from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.workers.head_ranks import Headed, run_headed
 from workbench.errors import BadInput
-from workbench.models import load_causal_lm
 from workbench.models.heads import TokenLogProbs
+from workbench.models.loading import load_causal_lm
 from workbench.models.logits import compute_in_float32
 from workbench.placement import Layout
 from workbench.placement.memory import activation_bytes

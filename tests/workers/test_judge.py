@@ -15,7 +15,8 @@ from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.data.judge import Judgement, asked, stated_score
 from workbench.errors import BadInput, RewardError
-from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm
 from workbench.models.tokenizers import render_prompt, special_tokens
 
 RUBRIC = "Rate {response} as an answer to {prompt}. {json}: {answer}"

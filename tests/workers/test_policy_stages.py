@@ -16,7 +16,7 @@ from tests.cases import TINY, stored, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.objectives.aggregation import aggregate, denominator
 from workbench.objectives.correction import correct
 from workbench.objectives.estimators import moments, whiten

@@ -18,7 +18,7 @@ from tests.expected import expect_error
 from tests.tolerances import rounding
 from workbench.batches.columns import Ragged
 from workbench.errors import BadInput, UnknownColumn
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.models.resolve import quiet_transformers
 
 PAIRS: list[dict[str, Any]] = [

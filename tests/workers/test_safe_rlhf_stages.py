@@ -15,7 +15,8 @@ from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
-from workbench.models import load_causal_lm, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_causal_lm
 from workbench.objectives.estimators import moments, whiten
 
 TEXTS = [

@@ -19,8 +19,8 @@ from tests.workers.mask_ranks import Masked, masked_shard, run_masked
 from workbench.batches.columns import Ragged
 from workbench.engines.generation.vllm_engine import _sets
 from workbench.errors import BadInput, StageError
-from workbench.models import load_causal_lm
 from workbench.models.heads import ChosenLogProbs, TokenLogProbs
+from workbench.models.loading import load_causal_lm
 from workbench.models.logits import TokenSets
 from workbench.placement import Layout
 from workbench.settings.engines import check_mask

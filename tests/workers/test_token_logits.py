@@ -17,7 +17,7 @@ from tests.workers.logits_ranks import LOSSES, entropy_of, gradients, of_hidden_
 from tests.workers.update_ranks import ROWS, shard_of
 from workbench.batches.columns import Ragged
 from workbench.errors import StageError
-from workbench.models import load_causal_lm
+from workbench.models.loading import load_causal_lm
 from workbench.objectives.kl import divergence
 from workbench.placement import Layout
 from workbench.workers.gradients import Sketch

@@ -18,7 +18,7 @@ from tests.expected import expect_error
 from tests.resharding.patch_ranks import stepped
 from workbench.batches.columns import array_of, tensor_over
 from workbench.errors import NotFound
-from workbench.models import load_causal_lm, load_config
+from workbench.models.loading import load_causal_lm, load_config
 from workbench.placement import Layout
 from workbench.resharding.engine import fill
 from workbench.resharding.plan import Distribution, Reshard, WeightShard

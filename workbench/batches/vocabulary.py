@@ -14,8 +14,7 @@ from workbench.batches.columns import Table
 from workbench.batches.schema import TOKEN_COLUMNS
 from workbench.batches.schema_check import check_column
 from workbench.errors import BadInput
-from workbench.models import load_config
-from workbench.models.loading import Limits
+from workbench.models.loading import Limits, load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

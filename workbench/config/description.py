@@ -14,7 +14,7 @@ from workbench.data.sources import kept_source
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import HostInfo
-from workbench.models import load_config
+from workbench.models.loading import load_config
 from workbench.models.spec import Model
 from workbench.placement import ROLES, ROLLOUT, Layout, Placement, Pool, check_role
 from workbench.placement.estimate import Room, device_numbers, rooms

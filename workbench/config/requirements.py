@@ -12,7 +12,8 @@ from workbench.engines.training.deepspeed_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
-from workbench.models import load_config, resolve
+from workbench.models import resolve
+from workbench.models.loading import load_config
 from workbench.models.resolve import BUNDLED
 from workbench.models.spec import Judging
 from workbench.models.tokenizers import vocabulary

@@ -320,7 +320,8 @@ def load_token_values(
 
     Raises `ModelUnavailable` when there is no such model, `BadInput` when its head gives more than one score.
     """
-    from workbench.models import load_backbone, resolve
+    from workbench.models import resolve
+    from workbench.models.loading import load_backbone
 
     folder = resolve(path)
     backbone = load_backbone(folder, dtype=dtype, device=device)

@@ -136,7 +136,7 @@ class History:
 
     def _transition(self, strategy: str) -> Transition | ZeroSync | None:
         """The plan of a sync between the actor's ranks; None where they hold whole models, or others generate."""
-        from workbench.models import load_config
+        from workbench.models.loading import load_config
         from workbench.workers.weight_transition import plan_of, trained_slices
 
         actor = self._groups.by_role.get("actor")

@@ -60,7 +60,7 @@ def make_generation_engine(
         stored = {parameter.dtype for parameter in trainer.parameters()}  # of an adapter and what it changes: two
         autocast = dtype if dtype != torch.float32 and stored != {dtype} else None
         return TransformersEngine(trainer, tokenizer, settings, owns_model=False, autocast_dtype=autocast)
-    from workbench.models import load_causal_lm
+    from workbench.models.loading import load_causal_lm
     from workbench.models.logits import compute_in_float32
 
     model = load_causal_lm(name, dtype=dtype, device=device)

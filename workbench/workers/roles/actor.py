@@ -23,8 +23,8 @@ from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.operation import register, row_stage, update_stage
 from workbench.messages.protocols import ONE_TO_ALL
 from workbench.messages.shards import Shard
-from workbench.models import load_causal_lm
 from workbench.models.heads import PackedModule
+from workbench.models.loading import load_causal_lm
 from workbench.models.lora import add_lora, without_adapter, write_adapter
 from workbench.models.spec import Model
 from workbench.objectives.aggregation import Aggregation

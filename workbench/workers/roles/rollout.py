@@ -12,7 +12,8 @@ from workbench.errors import BadInput, SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import register
 from workbench.messages.protocols import ONE_TO_ALL
-from workbench.models import load_config, load_tokenizer
+from workbench.models import load_tokenizer
+from workbench.models.loading import load_config
 from workbench.models.spec import Model
 from workbench.placement import Layout
 from workbench.placement.memory import VOCABULARY_MULTIPLE
