@@ -15,6 +15,7 @@ from workbench.display.curves import (
     Curve,
     bundle,
     figure,
+    sheet,
     smoothed,
     tables,
 )
@@ -93,11 +94,10 @@ def test_many_points_are_thinned_and_keep_their_extremes() -> None:
     assert line["y"][line["x"].index(15_000)] is None
 
 
-def test_charts_are_plotlys_mimetype_and_text() -> None:
+def test_a_sheet_is_plotlys_mimetype_and_text() -> None:
     chart = Chart(title="<b>", curves=(Curve(name="a & b", x=[1], y=[2.0]), Curve(name="c", x=[1], y=[NAN])), note='"')
-    made = bundle([chart, Chart(title="nothing", curves=())])
-    assert made.keys() == {MIMETYPE, "text/plain"}
-    assert made["text/plain"] == '<b>: a & b 2, c nan (")\nnothing: no points'
+    assert bundle([chart]).keys() == {MIMETYPE, "text/plain"}
+    assert repr(sheet([chart, Chart(title="nothing", curves=())])) == '<b>: a & b 2, c nan (")\nnothing: no points'
 
 
 def test_the_last_points_are_tables_too() -> None:
@@ -117,6 +117,6 @@ def test_the_last_points_are_tables_too() -> None:
         ["98", "24.5", "not finite"], ["99", "24.75", "2e+06"], ["99.5", "", "1"], ["iteration", "peaks"], ["1.5", "3"],
     ]  # fmt: skip
     assert tables([]) == ""
-    many = tables([chart] * 60)
-    assert "the last 5 of 101" in many  # 1,500 cells are shared by 60 times 5 columns
-    assert len(many) < 60_000
+    many = tables([chart] * 40, most_cells=1000)
+    assert "the last 5 of 101" in many  # 1,000 cells are shared by 40 times 5 columns
+    assert len(many) < 40_000

@@ -81,12 +81,9 @@ class Chart:
 
 
 class Charted:
-    """Something that a notebook shows as its html, with its charts below."""
+    """Something that a notebook shows as its html, where it has any, with its charts below."""
 
     def charts(self) -> list[Chart]:
-        raise NotImplementedError
-
-    def _repr_html_(self) -> str:
         raise NotImplementedError
 
     def figure(self) -> dict[str, Any]:
@@ -96,9 +93,29 @@ class Charted:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        display({"text/html": self._repr_html_(), "text/plain": repr(self)}, raw=True)
+        html = getattr(self, "_repr_html_", str)()
+        if html or not self.charts():
+            display({"text/html": html, "text/plain": repr(self)}, raw=True)
         if self.charts():
             display(bundle(self.charts()), raw=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Sheet(Charted):
+    """Charts side by side under one key; a notebook draws it."""
+
+    drawn: tuple[Chart, ...]
+
+    def charts(self) -> list[Chart]:
+        return list(self.drawn)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(summary, self.drawn))
+
+
+def sheet(charts: Iterable[Chart]) -> Sheet:
+    """Charts in columns under one key of their curves, for a cell to show."""
+    return Sheet(tuple(charts))
 
 
 def bundle(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -125,9 +142,9 @@ def summary(chart: Chart) -> str:
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
 
 
-def tables(charts: Sequence[Chart]) -> str:
+def tables(charts: Sequence[Chart], *, most_cells: int = MOST_CELLS) -> str:
     """The last points of charts as tables, folded: a row an x, a column a curve; points that are not joined have a
-    table of their own."""
+    table of their own. most_cells: of all together."""
     parts = [
         (chart, part)
         for chart, curves in ((chart, _named(chart.curves)) for chart in charts)
@@ -135,7 +152,7 @@ def tables(charts: Sequence[Chart]) -> str:
         if part
     ]
     columns = sum(1 + len(part) for _, part in parts)
-    rows = min(MOST_ROWS, max(LEAST_ROWS, MOST_CELLS // max(1, columns)))
+    rows = min(MOST_ROWS, max(LEAST_ROWS, most_cells // max(1, columns)))
     return folded("These charts as tables", "".join(_table(chart, part, rows) for chart, part in parts))
 
 
