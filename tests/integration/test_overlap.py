@@ -98,6 +98,28 @@ def test_the_same_lines_overlap_and_agree(lab: wb.Workbench) -> None:
     assert lab.last_metrics["update_actor"]["first_minibatch/ratio/max_deviation"] <= 1e-5
 
 
+def test_a_further_draw_of_dynamic_sampling_goes_on_where_its_stage_never_came(lab: wb.Workbench) -> None:
+    def alike(prompt: str, response: str, **row: Any) -> float:
+        return 0.0
+
+    def broken(prompt: str, response: str, **row: Any) -> float:
+        raise ZeroDivisionError
+
+    sampling = wb.Sampling(max_new_tokens=4)
+    algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=sampling, reward=alike, rounds=1)
+    while algorithm.next_stage != "dynamic_sampling":
+        algorithm.step()
+    prompts = lab.prompts.more(2)
+    drawn = lab.actor.generate_sequences(prompts, samples=2, max_new_tokens=4)
+    with expect_error(RewardError, value="ZeroDivisionError"), lab.overlap():
+        scored = lab.reward.compute_reward(drawn, function=broken)
+    made = {"prompts": prompts, "generate_sequences": drawn, "compute_reward": scored}
+    algorithm._draws = algorithm.made["compute_reward"].id, [made]
+    before = lab.prompts.drawn
+    assert algorithm.step().rows == 4
+    assert lab.prompts.drawn == before
+
+
 def test_await(lab: wb.Workbench) -> None:
     async def cells() -> tuple[wb.Batch, float]:
         prompts = lab.prompts.next(2)
@@ -187,25 +209,3 @@ def test_closing_wakes_who_waits(lab: wb.Workbench, tmp_path: Path) -> None:
         under_way.result()
     with expect_error(UpstreamError, value="was cancelled"):
         waiting.result()
-
-
-def test_a_further_draw_of_dynamic_sampling_goes_on_where_its_stage_never_came(lab: wb.Workbench) -> None:
-    def alike(prompt: str, response: str, **row: Any) -> float:
-        return 0.0
-
-    def broken(prompt: str, response: str, **row: Any) -> float:
-        raise ZeroDivisionError
-
-    sampling = wb.Sampling(max_new_tokens=4)
-    algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=sampling, reward=alike, rounds=1)
-    while algorithm.next_stage != "dynamic_sampling":
-        algorithm.step()
-    prompts = lab.prompts.more(2)
-    drawn = lab.actor.generate_sequences(prompts, samples=2, max_new_tokens=4)
-    with expect_error(RewardError, value="ZeroDivisionError"), lab.overlap():
-        scored = lab.reward.compute_reward(drawn, function=broken)
-    made = {"prompts": prompts, "generate_sequences": drawn, "compute_reward": scored}
-    algorithm._draws = algorithm.made["compute_reward"].id, [made]
-    before = lab.prompts.drawn
-    assert algorithm.step().rows == 4
-    assert lab.prompts.drawn == before
