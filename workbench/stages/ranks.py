@@ -174,10 +174,10 @@ def one_error(run: Run, failures: Mapping[int, Failure]) -> WorkbenchError:
     where = f"{run.name} failed on rank {', '.join(map(str, first.ranks))}"
     others = len(failures) - len(first.ranks)
     rule = f"{others} other rank(s) failed otherwise" if others else ""
-    remedy = STUCK if run.stuck else raised.remedy
-    if isinstance(raised.error, WorkbenchError):
-        cause = raised.error
-        error: WorkbenchError = type(cause)(f"{where}: {cause.value}", cause.rule or rule, cause.remedy or remedy)
+    cause = raised.error if isinstance(raised.error, WorkbenchError) else None
+    remedy = "; ".join(filter(None, ((cause and cause.remedy) or raised.remedy, STUCK if run.stuck else "")))
+    if cause is not None:
+        error: WorkbenchError = type(cause)(f"{where}: {cause.value}", cause.rule or rule, remedy)
     else:
         error = StageError(f"{where}: {raised.kind}: {raised.message}", rule, remedy)
     error.failure = StageFailure(
