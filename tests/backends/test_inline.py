@@ -181,7 +181,7 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
 def test_an_update_that_fails_goes_on_with_the_step_that_failed(
     lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it fails, and where; what it has done and what comes next is in the error."""
+    """However often and wherever it fails. The error says how many steps were taken, and what the same call does."""
     batch = lab.put(stored(4), meta={"temperature": 1.0})
     with lab.kept("actor"):
         expected, whole = lab.actor.update_actor(batch), lab.actor.weight_digests()

@@ -1,5 +1,6 @@
-"""Per-token losses of PPO and its kin, [B, T]; `aggregation` makes a scalar of them. Suffixes: see `arguments`; N: the
-tokens of a minibatch inside the mask.
+"""Losses of each token, [B, T], of PPO and related methods; `aggregation` makes one number of them.
+
+`arguments` explains the suffixes of names; N is the number of tokens of a minibatch inside the mask.
 
 KL-Cov and Clip-Cov are policy losses that hold back the few tokens which lower the entropy most. The entropy of a
 softmax policy falls with the covariance of log pi and A over its actions (Cui et al. 2025,

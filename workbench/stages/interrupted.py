@@ -56,7 +56,8 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
         left = f"it has taken optimizer step {part.steps} of {part.of}"
         again = "the same call again takes none of them twice"
         if part.steps < part.of:
-            again = f"the same call again goes on with step {part.steps + 1}; with another loss or batch it takes all"
+            again = f"the same call again goes on with step {part.steps + 1}"
+            again += "; with another loss, batch or setting it takes all"
         error.rule = "; ".join(filter(None, (error.rule, left)))
         error.remedy = "; ".join(filter(None, (error.remedy, again)))
 
@@ -177,8 +178,8 @@ class Interrupted:
         return update.resumed(calls, str(run.group.layout), run.result_ranks)
 
     def open_updates(self, *, failed: bool = False) -> list[str]:
-        """The updates, as role.operation, that were left between two of their steps: by an interrupt. failed: also
-        those that an error left, which may lie in their settings."""
+        """The updates, as role.operation, that an interrupt left between two of their steps. failed: also those that
+        an error left there. Their settings can be changed, as the error may lie in them."""
         weights = self._counters.weights
         return [
             update.name
