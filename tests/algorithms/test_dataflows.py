@@ -256,7 +256,7 @@ class TestDynamicSampling:
         assert lab.last_metrics["dynamic_sampling"]["rounds"] == 2
 
     @pytest.mark.parametrize("way", ["iterate", "run"])
-    def test_a_draw_that_failed_is_gone_on_with(self, lab: wb.Workbench, way: str) -> None:
+    def test_a_draw_that_failed_is_gone_on_with(self, lab: wb.Workbench, way: str, tmp_path: Path) -> None:
         calls = itertools.count()
 
         @wb.limits(own_process=False)
@@ -274,8 +274,39 @@ class TestDynamicSampling:
         with pytest.raises((StageError, StageInterrupted)):
             go_on()
         assert lab.prompts.drawn == drawn + 6
+        if way == "iterate":
+            lab.save(tmp_path / "kept")
         go_on()
         assert lab.prompts.drawn == drawn + 8
+        if way == "iterate":
+            with wb.restore(tmp_path / "kept", name="drawn-again", runs=tmp_path) as again:
+                restored = wb.DAPO(again, prompts=2, samples=2, sampling=SHORT, rounds=3, reward=nothing)
+                while restored.next_stage != "compute_log_prob":
+                    restored.step()
+                assert again.prompts.drawn == lab.prompts.drawn
+
+    def test_an_edit_holds_for_draws_that_were_made(self, lab: wb.Workbench) -> None:
+        calls = itertools.count()
+
+        @wb.limits(own_process=False)
+        def breaks_in_the_third_draw(prompt: str, response: str, **row: Any) -> float:
+            if next(calls) >= 8:
+                raise ConnectionError("the service is away")
+            return 0.0
+
+        @wb.limits(own_process=False)
+        def differs(prompt: str, response: str, **row: Any) -> float:
+            return float(next(calls))
+
+        algorithm = wb.DAPO(lab, prompts=2, samples=2, sampling=SHORT, reward=breaks_in_the_third_draw, rounds=3)
+        with pytest.raises(StageError):
+            algorithm.iterate()
+        drawn = lab.prompts.drawn
+        assert set(algorithm.made) > {"compute_reward (draw 2)", "prompts (draw 3)"}
+        algorithm.replace("compute_reward", function=differs)
+        metrics = algorithm.iterate()
+        assert (metrics["dynamic_sampling/rounds"], metrics["dynamic_sampling/kept/fraction"]) == (0, 1)
+        assert lab.prompts.drawn == drawn
 
     def test_the_penalty_counts_after_the_choice(self, lab: wb.Workbench) -> None:
         """Groups are chosen by the reward itself; the penalty is part of the advantages' reward."""

@@ -85,6 +85,22 @@ def test_equal_errors_of_ranks_are_one_and_others_are_told_apart(lab: wb.Workben
     assert "FloatingPointError" in last._repr_html_()
 
 
+@pytest.mark.parametrize("when", ["rehearsed", "in a pass"])
+def test_a_loss_that_raises_on_one_rank_alone(lab: wb.Workbench, batch: wb.Batch, when: str) -> None:
+    """The other does not wait for it in a collective: the pool lives, and nothing has changed."""
+    first = batch.df(["prompt"])["prompt"][0]
+    digests = lab.critic.weight_digests()
+
+    def breaks(values: torch.Tensor, returns: torch.Tensor, prompt: list[str]) -> torch.Tensor:
+        if first in prompt and (when == "rehearsed" or values.any()):  # in the rehearsal they are 0
+            raise ZeroDivisionError("of these rows")
+        return (values - returns) ** 2
+
+    with expect_error(StageError, value="critic.update_critic failed on rank 0: loss=breaks raised ZeroDiv"):
+        lab.critic.update_critic(batch, loss=breaks)
+    assert lab.critic.weight_digests() == digests
+
+
 def test_a_rank_is_replayed_here_with_the_live_weights_and_the_live_ones_stay(
     lab: wb.Workbench, batch: wb.Batch
 ) -> None:

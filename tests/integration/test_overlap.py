@@ -114,7 +114,7 @@ def test_a_further_draw_of_dynamic_sampling_goes_on_where_its_stage_never_came(l
     with expect_error(RewardError, value="ZeroDivisionError"), lab.overlap():
         scored = lab.reward.compute_reward(drawn, function=broken)
     made = {"prompts": prompts, "generate_sequences": drawn, "compute_reward": scored}
-    algorithm._draws = algorithm.made["compute_reward"].id, [made]
+    algorithm.made.update({f"{stage} (draw 2)": batch for stage, batch in made.items()})
     before = lab.prompts.drawn
     assert algorithm.step().rows == 4
     assert lab.prompts.drawn == before

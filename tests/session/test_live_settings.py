@@ -383,7 +383,10 @@ def test_a_change_between_two_steps_of_an_update_takes_no_step_twice(tmp_path: P
         grpo.clip = 0.1  # the update is over
         with expect_error(wb.errors.StageInterrupted, value="step 1 of 2"):
             grpo.run(1)
+        with expect_error(BadInput, value="between two of its steps", remedy=r"restart\(\)"):
+            lab.save(tmp_path / "half")
         grpo.restart()
+        lab.save(tmp_path / "given up", models=False)
         grpo.clip = 0.2  # it was given up
         grpo.prompts = 4
         engine.step = step

@@ -39,7 +39,6 @@ class DAPO(RolloutAlgorithm):
     overlong_buffer: int | None = None
     clip: float = 0.2
     clip_high: float = 0.28
-    _draws = ("", list[dict[str, Any]]())  # the batch of `dynamic_sampling`, and what each further draw has made
 
     def __post_init__(self) -> None:
         self.need("reward")
@@ -76,17 +75,19 @@ class DAPO(RolloutAlgorithm):
         share of them, and the batch keeps its size: all they teach is the overlong penalty, where their responses
         differ in it, and without one every step is smaller by their share of the tokens.
         Metrics: `rounds`, `kept/fraction` (groups with variance among all that were drawn), `filled/fraction` (groups
-        without variance in the batch), `rewards/mean` and `rewards/interval95` over all that was drawn; the stages
-        before this one have reported those of the last draw alone.
+        without variance in the batch), `rewards/mean`, `rewards/interval95` and `failed/fraction` over all that was
+        drawn; the stages before this one have reported those of the last draw alone.
 
-        Where a further draw failed or was stopped, the same call goes on with it: its prompts were drawn.
+        Where a further draw failed or was stopped, the same call goes on with it: until this stage is over, what the
+        draws have made is in `made` beside the stages, as "compute_reward (draw 2)".
         """
         lab, graph, wanted = self.lab, self.graph(), batch.rows
         first, *before = graph.stages[: graph.names.index("dynamic_sampling")]
+        source = graph["dynamic_sampling"].inputs[0]
         kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
         drawn = rows = rounds = 0
-        draws = self._draws[1] if self._draws[0] == batch.id else []
-        self._draws = batch.id, draws
+        kept_made = self.made if self.made.get(source) is batch else {}
+        further: list[str] = []  # their names in it
         while True:
             scores_N, varied_N, uids_N = _varied(batch)
             scores.append((scores_N, uids_N))
@@ -97,20 +98,27 @@ class DAPO(RolloutAlgorithm):
             if rows >= wanted or rounds == self.rounds:
                 break
             rounds += 1
-            if len(draws) < rounds:
-                draws.append({first.name: lab.prompts.more(self.prompts)})
-            made = draws[rounds - 1]
-            for stage in before:
-                if stage.name not in made or not is_there(made[stage.name]):
-                    made[stage.name] = stage.call(lab, made)
-            batch = made[graph["dynamic_sampling"].inputs[0]]
-        self._draws = "", []
-        shares = {"kept/fraction": rows / drawn, "filled/fraction": max(0, wanted - rows) / wanted}
+            made = dict[str, Any]()
+            for stage in (first, *before):
+                further.append(name := f"{stage.name} (draw {rounds + 1})")
+                if name not in kept_made or not is_there(kept_made[name]):
+                    kept_made[name] = lab.prompts.more(self.prompts) if stage is first else stage.call(lab, made)
+                made[stage.name] = kept_made[name]
+            batch = made[source]
+        valid = sum(len(scores_N) for scores_N, _ in scores)
+        shares = {
+            "kept/fraction": rows / drawn,
+            "filled/fraction": max(0, wanted - rows) / wanted,
+            "failed/fraction": 1 - valid / drawn,
+        }
         lab.report("dynamic_sampling", {"rounds": rounds, **shares, **_means(scores)})
         whole = end_to_end([*kept, *others])
         whole = whole.take(np.arange(min(wanted, whole.rows)))
         uids = numbers_in(whole.fetch(["prompt_uid"]), "prompt_uid")
-        return whole.take(_spread(uids.numpy(), min(rows, wanted)))
+        dealt = whole.take(_spread(uids.numpy(), min(rows, wanted)))
+        for name in further:
+            del kept_made[name]
+        return dealt
 
 
 def _spread(uids: np.ndarray, kept: int) -> np.ndarray:

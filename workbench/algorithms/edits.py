@@ -364,7 +364,7 @@ class StageEdits(LiveFields, ABC):
         self._check_open_updates(what, self._graph_with(once, after), stale)
         self._once = once
         self._edits.append(edit)
-        for name in stale:
+        for name in [name for name in self.made if name.partition(" (draw ")[0] in stale]:  # also DAPO's further draws
             del self.made[name]
         if self._under_way and all(name in self.made for name in after.names):  # what was left of it has been removed
             self._end()

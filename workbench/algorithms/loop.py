@@ -179,12 +179,14 @@ class Algorithm(StageEdits):
     def restart(self) -> None:
         """Give up the present iteration: the next step begins another one, with new prompts.
 
-        Its updates stay, and `finish` is not called. Its batches are in `made` until the next step. Where no update has
-        begun, what it drew from `lab.buffer` waits there again.
+        Its updates stay, also one that was left between two of its steps, and `finish` is not called. Its batches are
+        in `made` until the next step. Where no update has begun, what it drew from `lab.buffer` waits there again.
         """
         with uninterrupted(), recording(self, "restart"):
             self.lab.buffer.put_back(self._from_buffer)
-            self._under_way, self._from_buffer = False, ()
+            given_up, self._under_way, self._from_buffer = self._under_way, False, ()
+            if given_up:
+                self.lab.runner.interrupted.forget(all_of_them=True)
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way

@@ -73,7 +73,7 @@ class ColumnSummary:
 
 
 class PeerFailed(StageError):
-    """On this rank nothing went wrong: it did not begin, because another rank of the stage could not."""
+    """On this rank nothing went wrong: it did not go on, because another rank of the stage failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ class Communicator:
         if error is not None:
             raise error
         if failed:
-            raise PeerFailed("this rank did not begin", "another rank of the stage could not")
+            raise PeerFailed("this rank did not go on", "another rank of the stage failed")
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""

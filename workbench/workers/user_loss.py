@@ -20,6 +20,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -121,13 +122,15 @@ class TokenFunction:
     """A loss of a role's update, called for one micro-batch at a time. What it asks for is looked up once.
 
     columns, mask: of the shard. Outside the mask the numbers of response columns are 0 for the function, so that what
-    it makes of them there is finite. own: as in `checked_loss`.
+    it makes of them there is finite. own: as in `checked_loss`. together: around each call in a pass: where a user's
+    function may raise on one replica alone, all of them end the pass, see `Communicator.all_or_none`.
     """
 
     function: UserFunction
     columns: Table
     mask: Ragged
     own: tuple[str, ...]
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @cached_property
     def asked(self) -> tuple[str, ...]:
@@ -148,6 +151,12 @@ class TokenFunction:
 
         given: what it may ask for beside columns, response numbers among them [B, R, ...]; they come before columns of
         the same name."""
+        with self.together():
+            return self._called(index, padded, given)
+
+    def _called(
+        self, index: list[int], padded: Callable[[Ragged], Tensor], given: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         inside_BR = padded(self.mask).bool()
         values: dict[str, Any] = {}
         for name, column, of_tokens in self._table:
@@ -193,7 +202,7 @@ class TokenFunction:
             values["old_log_prob"] = values["log_prob"].detach()
         values |= of_model(self.mask.take(index).pad().bool())
         with torch.enable_grad():
-            self(index, lambda column: column.take(index).pad(), values)
+            self._called(index, lambda column: column.take(index).pad(), values)
 
 
 def selected(x_BR: Tensor, inside_BR: Tensor) -> Tensor:

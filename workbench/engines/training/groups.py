@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +34,9 @@ class ModelCollectives(Collectives, Protocol):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order; their first axis may differ."""
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Inside, a rank may raise alone: then all ranks raise at the end."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`, in place."""

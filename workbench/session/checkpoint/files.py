@@ -174,6 +174,11 @@ class Checkpoint:
         return int(self.values["state"]["iteration"])
 
     @property
+    def _when(self) -> str:
+        under_way = (self.values["algorithm"] or {}).get("under_way")
+        return f"in iteration {self.iteration}" if under_way else f"after {self.iteration} iterations"
+
+    @property
     def nbytes(self) -> int:
         return sum(int(entry["bytes"]) for entry in self.values["files"].values())
 
@@ -270,18 +275,18 @@ class Checkpoint:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.values["saved_s"]))
         by_user = "signed" if is_signed(self.values) else "not signed"
         return (
-            f"{self.folder}\n  {self.values['name']!r} after {self.iteration} iterations, saved {saved}\n"
+            f"{self.folder}\n  {self.values['name']!r} {self._when}, saved {saved}\n"
             f"  roles {', '.join(self.values['roles'])}; {len(self.values['files'])} files, {bytes_text(self.nbytes)}\n"
             f"  owned by user {self.folder.stat().st_uid}; it is {by_user} by this user"
         )
 
     def __repr__(self) -> str:
-        return f"<Checkpoint after {self.iteration} iterations of {self.values['name']!r}: {self.folder}>"
+        return f"<Checkpoint {self._when} of {self.values['name']!r}: {self.folder}>"
 
     def _repr_html_(self) -> str:
         rows = [{"role": role, **{k: v for k, v in said.items() if k != "parts"}}
                 for role, said in self.values["roles"].items()]  # fmt: skip
-        caption = f"{self.folder}: after {self.iteration} iterations, {bytes_text(self.nbytes)}"
+        caption = f"{self.folder}: {self._when}, {bytes_text(self.nbytes)}"
         return table(rows, caption=caption)
 
 

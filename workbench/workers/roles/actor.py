@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -350,11 +350,14 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             columns=batch.columns,
             mask=batch.valid_mask,
             own=OWN_METRICS,
+            together=self.context.groups.data.all_or_none if callable(loss) else nullcontext,
         )
         if callable(loss):
             if "rollout_log_prob" in function.asked and sampling_mask is None:
                 check_correctable(f"loss={name_of(loss)}, which takes 'rollout_log_prob',", batch)
-            function.rehearse(GRADIENTS, of_model=partial(stand_ins, module=cast(PackedModule, self.engine.module)))
+            model = partial(stand_ins, module=cast(PackedModule, self.engine.module))
+            with self.context.communicator.all_or_none():
+                function.rehearse(GRADIENTS, of_model=model)
         held_back = None
         if isinstance(loss, CovarianceLoss):
             held_back = held_back_tokens(batch, loss, self.context.groups.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -130,9 +131,13 @@ class CriticWorker(TrainedWorker):
             loss_BR, clipped_BR = value_loss(values, old_values, returns, clip=clip)
             return loss_BR, {"value_clip_fraction": clipped_BR.float()}
 
-        function = TokenFunction(function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS)
+        together = self.context.groups.data.all_or_none if loss is not None else nullcontext
+        function = TokenFunction(
+            function=loss or squared_error, columns=batch.columns, mask=mask, own=OWN_METRICS, together=together
+        )
         if loss is not None:
-            function.rehearse(("values",), {"old_values": old, "returns": returns})
+            with self.context.communicator.all_or_none():
+                function.rehearse(("values",), {"old_values": old, "returns": returns})
 
         def token_loss(micro: MicroBatch, values_N: Tensor) -> tuple[Tensor, DeviceMetrics]:
             values_BR, old_BR, returns_BR = micro.to_BR(values_N), micro.column_BR(old), micro.column_BR(returns)
