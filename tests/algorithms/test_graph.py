@@ -149,14 +149,25 @@ class BestOf(Algorithm):
 
 @dataclass
 class Peeping(Algorithm):
-    """Looks into a batch between the lines."""
+    """Does between the lines what is done once a trace of them, not once an iteration."""
 
     lab: wb.Workbench
+    does: Any = None
+    clip: float = 0.2
 
     def define(self, lab: wb.Workbench) -> None:
-        batch = lab.prompts.next(2)
-        if batch.rows > 1:
-            lab.actor.generate_sequences(batch)
+        self.does(self, lab, lab.actor.generate_sequences(lab.prompts.next(2)))
+
+
+PEEPING: dict[str, Any] = {
+    "Peeping: batch.rows": lambda algorithm, lab, batch: batch.rows,
+    r"what generate_sequences makes, \['rewards'\], in define": lambda algorithm, lab, batch: batch["rewards"],
+    "what split makes, in a loop, in define": lambda algorithm, lab, batch: [*batch.split(2)],
+    "what generate_sequences makes, as a condition, in define": lambda algorithm, lab, batch: batch or None,
+    r"len\(\) of what generate_sequences makes in define": lambda algorithm, lab, batch: len(batch),
+    "Peeping: lab.evaluate in define": lambda algorithm, lab, batch: lab.evaluate("arithmetic/test", n=2),
+    "Peeping.clip = 0.1 in define": lambda algorithm, lab, batch: setattr(algorithm, "clip", 0.1),
+}
 
 
 def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
@@ -166,10 +177,28 @@ def test_functions_and_batch_methods_are_stages(lab: wb.Workbench) -> None:
     algorithm.iterate()
     assert algorithm.made["compute_reward"].rows == 8
     assert algorithm.made["better_half"].rows == 4
-    with expect_error(
-        BadInput, value="Peeping: batch.rows", rule="do not look at what is in a batch", remedy="lab.apply"
-    ):
-        Peeping(lab).graph()
+
+
+def test_what_define_may_not_do_is_refused(lab: wb.Workbench, subtests: pytest.Subtests) -> None:
+    for value, does in PEEPING.items():
+        with subtests.test(value), expect_error(BadInput, value=value, remedy=r"lab\.apply|finish"):
+            Peeping(lab, does).graph()
+
+
+def test_a_function_is_refused_arguments_that_it_does_not_take(lab: wb.Workbench) -> None:
+    algorithm = wb.GRPO(lab, prompts=2, samples=4, sampling=SHORT)
+    algorithm.insert(BestOf.better_half, after="compute_reward", name="half")
+    with expect_error(BadInput, value="stage 'half': better_half: got an unexpected .*'most_failed'", rule="it takes"):
+        algorithm.once("half", most_failed=0.9)
+    algorithm.iterate()
+
+
+def test_a_stage_that_was_forgotten_is_named(lab: wb.Workbench) -> None:
+    def define(algorithm: Any, lab: wb.Workbench, batch: Any) -> None:
+        lab.actor.update_actor(lab.compute_advantages(lab.reward.compute_reward(batch), estimator="grpo"))
+
+    with expect_error(BadInput, value="column 'old_log_prob'", remedy="call actor.compute_log_prob before it"):
+        Peeping(lab, define).graph()
 
 
 def test_a_stage_is_not_put_before_one_that_has_run(lab: wb.Workbench) -> None:

@@ -109,6 +109,13 @@ def test_each_version_that_is_written_comes_back_as_it_was(lab: wb.Workbench) ->
     assert not list(lab.store.folder.iterdir())
 
 
+BONUS = 0.0
+
+
+def bonus(prompt: str, response: str, **row: Any) -> float:
+    return BONUS
+
+
 def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
     lab: wb.Workbench, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,9 +140,28 @@ def test_an_unchanged_stage_can_come_from_the_store_and_says_so(
             return 1.0
 
         lab.reward.compute_reward(batch, function=other)  # other code
+        global BONUS
+        lab.reward.compute_reward(batch, function=bonus)
+        BONUS = 1.0  # another number that it reads
+        lab.reward.compute_reward(batch, function=bonus)
         assert capsys.readouterr().err == ""
         lab.compute_advantages(again)
         assert "from the store" in capsys.readouterr().err
+
+
+def test_an_arm_that_trains_on_policy_takes_the_batch_as_it_is(lab: wb.Workbench) -> None:
+    """Its `old_log_prob` is of older weights, for arms of one step as for others."""
+
+    def differs(prompt: str, response: str, **row: Any) -> float:
+        return float(sum(map(ord, response)) % 7)
+
+    minibatches, lab.actor.training.minibatches = lab.actor.training.minibatches, 1  # else none trains on policy
+    batch = rolled_out(lab)
+    wb.PPO(lab, prompts=2, samples=2, sampling=wb.Sampling(max_new_tokens=4)).iterate()
+    one = lab.compare(batch, {"one": wb.GRPO(lab, reward=differs), "two": wb.GRPO(lab, reward=differs, epochs=2)})
+    name = "update_actor/first_minibatch/ratio/max_deviation"
+    assert one["one"].metrics[name] == one["two"].metrics[name] > 0
+    lab.actor.training.minibatches = minibatches
 
 
 def test_arms_start_from_the_same_weights_and_leave_them_as_they_were(lab: wb.Workbench) -> None:

@@ -388,6 +388,20 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name)
 
 
+def test_each_function_has_its_classes_as_they_were_sent_with_it(calls: UserCalls) -> None:
+    class Scale:
+        by = 1.0
+
+    def scaled(prompt: str, response: str) -> float:
+        return Scale().by
+
+    found = []
+    for by in (1.0, 5.0, 1.0):
+        Scale.by = by
+        found += run(calls, scaled, n=1)
+    assert found == [1.0, 5.0, 1.0]
+
+
 def test_what_is_changed_in_a_module_of_the_user_takes_effect(calls: UserCalls, module: Any, tmp_path: Path) -> None:
     def indirect(prompt: str, response: str) -> float:
         return float(module.score(prompt, response))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -73,6 +73,18 @@ def downstream(graph: Graph, batch: Batch) -> list[str]:
     return [name for name in graph.names if name in todo]
 
 
+def _as_given(graph: Graph, batch: Batch) -> Graph:
+    """With updates that take the batch's `old_log_prob`, where it has one: it may be of older weights."""
+    if "old_log_prob" not in batch.columns:
+        return graph
+    given = {"on_policy": False}
+    stages = (
+        replace(stage, kwargs={**stage.kwargs, **given}) if stage.kwargs.get("on_policy") else stage
+        for stage in graph.stages
+    )
+    return Graph(graph.title, tuple(stages))
+
+
 @stoppable("lab.compare()", ("the system is as before", "the same call again compares"))
 def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
     """The same batch under several algorithms: `lab.compare(batch, {"ppo": wb.PPO(lab), "grpo": wb.GRPO(lab)})`.
@@ -87,7 +99,7 @@ def compare(lab: Lab, batch: Batch, arms: Arms) -> Comparison:
             rule = "an arm is an algorithm on this workbench"
             raise BadInput(f"arm {name!r}: {shown(algorithm)}", rule, "wb.PPO(lab)")
         with _named(name):
-            graph = algorithm.graph()
+            graph = _as_given(algorithm.graph(), batch)
         todo = downstream(graph, batch)
         if any(graph[stage].role == "prompts" for stage in todo):
             remedy = "give a batch of lab.prompts.next(n)"

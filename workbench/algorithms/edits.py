@@ -41,11 +41,7 @@ class TracedBatch(StandIn):
     def __getattr__(self, name: str) -> Any:
         tracer: Tracer = object.__getattribute__(self, "_tracer")
         if name.startswith("_") or not callable(getattr(Batch, name, None)):
-            raise BadInput(
-                f"{tracer.title}: batch.{name}",
-                "the lines of a dataflow do not look at what is in a batch: they are also run without one",
-                "put what depends on values into a function, as a stage: lab.apply(function, batch)",
-            )
+            raise _looks_at(f"{tracer.title}: batch.{name}")
 
         def method(*args: Any, **kwargs: Any) -> TracedBatch:
             plain = tuple(StandIn(a.stage) if isinstance(a, StandIn) else a for a in args)
@@ -53,6 +49,26 @@ class TracedBatch(StandIn):
             return tracer.note(Stage(name=name, role="batch", operation=name, inputs=inputs, args=plain, kwargs=kwargs))
 
         return method
+
+    def __getitem__(self, key: Any) -> Any:
+        raise _looks_at(f"what {self.stage} makes, [{key!r}],")
+
+    def __iter__(self) -> Any:
+        raise _looks_at(f"what {self.stage} makes, in a loop,")
+
+    def __len__(self) -> int:
+        raise _looks_at(f"len() of what {self.stage} makes")
+
+    def __bool__(self) -> bool:
+        raise _looks_at(f"what {self.stage} makes, as a condition,")
+
+
+def _looks_at(what: str) -> BadInput:
+    return BadInput(
+        what if ":" in what else f"{what} in define",
+        "the lines of a dataflow do not look at what a stage makes: they are also run without it",
+        "put what depends on values into a function, as a stage: lab.apply(function, batch)",
+    )
 
 
 class TracedGroup:
@@ -80,7 +96,15 @@ class Tracer(StageNames):
             return partial(self.call, lab.compute_advantages)
         if name in lab.groups:
             return TracedGroup(self, lab.groups[name])
-        return getattr(lab, name)  # plain values, such as the seed; and the error for a role that is not there
+        value = getattr(lab, name)  # plain values, such as the seed; and the error for a role that is not there
+        if callable(value):
+            raise BadInput(
+                f"{self.title}: lab.{name} in define",
+                "its lines are run to see which stages they call: calls that are no stages would run each time",
+                "call it in a function, as a stage: lab.apply(function, batch); or between iterations, in a cell, in "
+                "run(evaluate=...), or in finish",
+            )
+        return value
 
     def _prompts(self, n: int) -> TracedBatch:
         source = self._lab.prompts.source
@@ -231,7 +255,8 @@ class StageEdits(LiveFields, ABC):
     def _written_graph(self) -> Graph:
         """As `define` has it."""
         tracer = Tracer(self.lab, type(self).__name__)
-        self.define(tracer)
+        with self._defining():
+            self.define(tracer)
         return tracer.graph()
 
     def _lasting_graph(self) -> Graph:

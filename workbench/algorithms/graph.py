@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
-from workbench.batches.schema import SCHEMA
+from workbench.batches.schema import MADE_BY, SCHEMA
 from workbench.data.prompt_stream import PromptStream
 from workbench.display.graph import draw
 from workbench.errors import BadInput, StageError
@@ -343,7 +343,9 @@ class Graph:
             if missing:
                 if missing[0] not in SCHEMA and isinstance(stage.function, GroupOperation):  # a user's function asks
                     stage.function.check_columns(stage.arguments, have or ())
-                near = meant(missing[0], have or (), str)
+                maker = MADE_BY.get(missing[0])
+                near = f"call {maker} before it, and give it the batch that this returns" if maker else ""
+                near = near or meant(missing[0], have or (), str)
                 raise BadInput(
                     f"{self.title}: stage {stage.name!r} would read column {missing[0]!r}",
                     f"its input has {', '.join(have or ())}",
@@ -375,6 +377,7 @@ def stage_of(
         raise BadInput(f"stage {name!r}: {shown(function)}", "a stage is an operation, or a function of a batch")
     if not isinstance(function, GroupOperation):
         called = getattr(function, "__name__", type(function).__name__)
+        _check_call(function, f"stage {name!r}: {called}", (*inputs, *args), kwargs)
         return Stage(
             name=name, role="notebook", operation=called, inputs=inputs, args=args, kwargs=kwargs, function=function
         )
@@ -387,6 +390,18 @@ def stage_of(
         args=args, kwargs=kwargs, reads=operation.needed(arguments) if takes_batch else (),
         writes=operation.written(arguments), updates=operation.updates, samples=operation.samples, function=function,
     )  # fmt: skip
+
+
+def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where a function does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BadInput(f"{what}: {error}", f"it takes {signature}, and is given {len(args)} by position") from None
 
 
 @dataclass(frozen=True)

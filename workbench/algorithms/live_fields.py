@@ -7,6 +7,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings"  # in what is kept of settings that were assigned whole: their class
 MAPPING = "mapping"  # in what is kept of a mapping that was assigned: its values
+_DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
 
 
 class LiveFields(NamedAttributes):
@@ -68,6 +70,12 @@ class LiveFields(NamedAttributes):
             (isinstance(own, property) and own.fset is None) or (callable(own) and not callable(value))
         ):
             raise BadInput(f"{title}.{name} = {shown(value)}", "it is a part of the algorithm, not a setting", rule)
+        if name in named and _DEFINED.get() is self:
+            raise BadInput(
+                f"{title}.{name} = {shown(value)} in define",
+                "its lines are also run to see which stages they call, so that it would change each time",
+                "change fields in finish(self, metrics), or from a cell",
+            )
         if name not in named or not self._live:
             object.__setattr__(self, name, self._owned(name, value) if name in named else value)
             return
@@ -170,6 +178,15 @@ class LiveFields(NamedAttributes):
             with self._quietly():
                 setattr(self, name, value)
             self._changed |= dict.fromkeys(paths)
+
+    @contextmanager
+    def _defining(self) -> Iterator[None]:
+        """Inside, in this thread, `define` runs."""
+        token = _DEFINED.set(self)
+        try:
+            yield
+        finally:
+            _DEFINED.reset(token)
 
     def _quietly(self) -> AbstractContextManager[None]:
         """Inside, assignments are the algorithm's own: they are part of its state, and no changes of settings."""

@@ -57,16 +57,21 @@ class Position:
             metrics = {stage: MetricValues(values) for stage, values in saved["last_metrics"].items()}
             self._counters.last_metrics = metrics
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
+        now = algorithm.position({})  # what was assigned since holds
         given = {
-            f"{stage}.{name}": value
+            f"{stage}.{name}": now["arguments"].get(stage, {}).get(name)
             for stage, arguments in saved["arguments"].items()
-            for name, value in arguments.items()
+            for name in arguments
         }
-        fields = {name: as_read(value) for name, value in saved["fields"].items()}
+        fields = {
+            name: as_read(now["fields"][name])
+            for name in saved["fields"]
+            if name in now["fields"] and name not in saved["state"]
+        }
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
         moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
-        under_way, now = saved["under_way"], self._counters.iteration  # cells may have begun others since
-        where = f"in iteration {saved['iteration']}" if under_way else f"after iteration {now}"
+        under_way, last = saved["under_way"], self._counters.iteration  # cells may have begun others since
+        where = f"in iteration {saved['iteration']}" if under_way else f"after iteration {last}"
         print(f"{saved['class']} goes on {where}{f', with {moved}' if moved else ''}")
 
     def _made(self, saved: Mapping[str, Any]) -> dict[str, Batch | MetricValues]:

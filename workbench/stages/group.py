@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.backends.hosts import Hosts
@@ -21,7 +22,7 @@ from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
-from workbench.support.fingerprint import fingerprint
+from workbench.support.fingerprint import code_behind, fingerprint
 from workbench.support.named_fields import SYNONYMS, meant
 from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
@@ -147,23 +148,25 @@ class GroupOperation:
         return dealt, collected
 
     def code(self, arguments: Mapping[str, Any], samples: int = 1) -> str:
-        """A short text that is equal for equal code, arguments and models, functions that score among them; empty for
-        what is done by hand."""
+        """A short text that is equal for equal code, arguments and models, functions that score among them, with what
+        these use by name, see `code_behind`; empty for what is done by hand."""
         if self.operation.by_hand is not None and self.operation.by_hand(arguments):
             return ""
         method, spec = getattr(self.group.worker_class, self.operation.name), self.group.spec
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
             training = None if spec.training is None else spec.training.without_rates
-            self._method_code = fingerprint((method, spec.changed(training=training)))
+            scored_by = code_behind(spec.function)
+            self._method_code = fingerprint((method, spec.changed(training=training), scored_by))
         values = [
             one for value in arguments.values() for one in (value.values() if isinstance(value, dict) else [value])
         ]
         values = [one[0] if isinstance(one, tuple) and one else one for one in values]
-        called = (getattr(value, "func", value) for value in values if callable(value))  # of a partial
+        called = [getattr(value, "func", value) for value in values if callable(value)]  # of a partial
         given = (getattr(value, "__module__", "") for value in called)
         edits = loaded.edits_behind({*self.group.modules, *given})
-        return fingerprint((self._method_code, edits, sorted(arguments.items()), samples))[:12]
+        behind = [code_behind(one if isinstance(one, FunctionType | type) else type(one)) for one in called]
+        return fingerprint((self._method_code, edits, behind, sorted(arguments.items()), samples))[:12]
 
     def __repr__(self) -> str:
         return f"<{self.group.role}.{self.operation.name}{self.__signature__}>"

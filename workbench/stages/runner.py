@@ -236,8 +236,9 @@ class StageRunner(StageNames):
 
     def reuse(self) -> AbstractContextManager[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
-        the store, and says so. Updates never are; generation only where a seed is given. Variables that a function
-        reads from the notebook are not part of its code."""
+        the store, and says so. Updates never are; generation only where a seed is given. Of what a function reads from
+        the notebook by name, functions, classes, numbers, texts and settings are part of its code; lists, dicts and
+        other objects are not."""
         return replaced(self, "_reusing", True)
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -301,6 +301,7 @@ class Server:
         self._to_send: queue.SimpleQueue[tuple[bytes, threading.Lock]] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._functions: dict[str, Any] = {}
+        self._classes: dict[str, dict[str, type]] = {}  # that came with a function
         self._unloadable: dict[str, Error] = {}
         self._calls: Calls
         self._loop: asyncio.AbstractEventLoop
@@ -321,8 +322,10 @@ class Server:
 
     def _load(self, key: str, payload: bytes, surroundings: Surroundings) -> None:
         self._go_to(surroundings)
+        _known_classes().clear()
         try:
             self._functions[key] = function = pickle.loads(payload)
+            self._classes[key] = dict(_known_classes())
             check_needs(function)  # imports what it needs, which is no part of its first calls' time
         except BaseException as error:
             self._unloadable[key] = _sent(error)
@@ -334,10 +337,13 @@ class Server:
 
     def _forget(self, key: str) -> None:
         self._functions.pop(key, None)
+        self._classes.pop(key, None)
         self._unloadable.pop(key, None)
 
     def _begin(self, key: str, surroundings: Surroundings) -> None:
         self._go_to(surroundings)
+        (known := _known_classes()).clear()
+        known.update(self._classes.get(key, {}))
         self._loop = self._session.enter_context(event_loop())
         self._calls = Calls(self._functions.get(key), self.tell, self._loop, self._received.put)
         if key in self._unloadable:
@@ -409,6 +415,13 @@ class Server:
         if self._connection.fileno() >= 0:
             os.close(self._connection.detach())
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
+def _known_classes() -> MutableMapping[str, type]:
+    """The classes of a notebook that cloudpickle has made here, by its names for them. It gives one that it knows the
+    state in which it comes again: functions would change each other's."""
+    module = sys.modules.get("cloudpickle.cloudpickle")
+    return {} if module is None else vars(module)["_DYNAMIC_CLASS_TRACKER_BY_ID"]
 
 
 def _sent(error: BaseException) -> Error:

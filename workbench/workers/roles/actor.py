@@ -133,7 +133,8 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
                 raise BadInput(
                     f"{name}={arguments[name]} with loss={name_of(loss)}",
                     "a clip is for the losses that have a name here: a function has options of its own",
-                    f"give it to the function: functools.partial({name_of(loss)}, {name}={arguments[name]})",
+                    f"leave it out, or write {name}=None; functools.partial({name_of(loss)}, {name}={arguments[name]}) "
+                    "gives it to the function",
                 )
     given = {name: arguments[name] for name in ("clip", "clip_high") if arguments[name] is not None}
     if given and (loss == "sapo" or isinstance(loss, KLCov)):

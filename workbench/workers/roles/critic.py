@@ -42,7 +42,8 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
             raise BadInput(
                 f"clip={arguments['clip']} with loss={name_of(loss)}",
                 "the clip is the squared error's: a function has options of its own",
-                f"give it to the function: functools.partial({name_of(loss)}, clip={arguments['clip']})",
+                f"leave it out, or write clip=None; functools.partial({name_of(loss)}, clip={arguments['clip']}) gives "
+                "it to the function",
             )
 
 
