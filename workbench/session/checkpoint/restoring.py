@@ -30,8 +30,8 @@ class Restoring:
         """Verify files, and that each role of the checkpoint is one of `description` with the same weights. Raises
         `BadInput` and `MissingDependency`."""
         self.checkpoint, self._description = checkpoint, description
+        before, self._states = checkpoint.controller()  # where this user has signed what the manifest says
         checkpoint.verify()
-        before, self._states = checkpoint.controller()
         self._before = before
         models, now = before.role_models(), description.role_models()
         for role, model in models.items():
