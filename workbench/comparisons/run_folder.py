@@ -42,40 +42,37 @@ class RunFolder:
         return read_run_record(self.folder) or RunRecord(name=self.folder.parent.name, opened_s=0.0)
 
     def code(self, part: str) -> dict[str, Any]:
-        """A part of what is recorded of its code, such as "versions"; empty where there is none, or it is damaged."""
-        found = self.record.code.get(part)
-        return found if isinstance(found, dict) else {}
+        """A part of what is recorded of its code, such as "versions"; empty where there is none."""
+        return dict(self.record.code.get(part, {}))
 
     @property
     def functions(self) -> dict[str, dict[str, Any]]:
         """By role, its function: name, digest and source."""
-        return {role: one for role, one in self.code("functions").items() if isinstance(one, dict)}
+        return self.code("functions")
 
     @cached_property
     def algorithms(self) -> dict[str, dict[str, Any]]:
         """The settings with which each algorithm began, by the name of its class."""
         found: dict[str, dict[str, Any]] = {}
         for row in self._rows(SETTINGS):
-            if isinstance(row.get("values"), dict):
-                found.setdefault(str(row.get("algorithm")), dict(row["values"]))
+            found.setdefault(row["algorithm"], row["values"])
         return found
 
     def changed_settings(self, algorithm: str) -> dict[int, dict[str, Any]]:
         """By iteration, the settings with which an algorithm began, and those that were others from then on."""
         found: dict[int, dict[str, Any]] = {}
-        rows = (row for row in self._rows(SETTINGS) if _is_whole(row.get(ITERATION)) and TIME in row)
-        for row, changed in _changed(filter(self._counts(), rows)):
+        for row, changed in _changed(filter(self._counts(), self._rows(SETTINGS))):
             if row["algorithm"] == algorithm:
                 found.setdefault(row[ITERATION], {}).update(changed)
         return found
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
-        counts, events = self._counts(), filter(_is_event_of_iteration, self._rows(EVENTS))
+        counts = self._counts()
         return {
-            int(row["details"][ITERATION]): (row["details"].get("prompts"), row["details"].get("weights_versions"))
-            for row in events
-            if row.get("event") == "drawn from the buffer" and counts({TIME: row[TIME], **row["details"]})
+            row["details"][ITERATION]: (row["details"]["prompts"], row["details"]["weights_versions"])
+            for row in self._rows(EVENTS)
+            if row["event"] == "drawn from the buffer" and counts({TIME: row[TIME], **row["details"]})
         }
 
     @property
@@ -89,21 +86,20 @@ class RunFolder:
         """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
         found, seen, fields = [], set(), set[str]()
         for row, values in _changed(self._rows(SETTINGS)):
-            algorithm = str(row.get("algorithm"))
+            algorithm = row["algorithm"]
             if algorithm in seen and values:
                 changed = ", ".join(f"{algorithm}/{name}={value}" for name, value in values.items())
-                found.append({TIME: row.get(TIME), ITERATION: row.get(ITERATION), "change": changed})
+                found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": changed})
             seen.add(algorithm)
             fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in values}
         for row in self._rows(EVENTS):
-            said, kind = row.get("details"), row.get("event")
-            setting = str(said.get("setting")).split(".") if isinstance(said, dict) else []
-            noted = kind == "setting" and ".".join(setting[:2]) in fields
-            if isinstance(said, dict) and kind in ("reload", "move", "setting") and not noted:
+            said, kind = row["details"], row["event"]
+            noted = kind == "setting" and ".".join(said["setting"].split(".")[:2]) in fields
+            if kind in ("reload", "move", "setting") and not noted:
                 words = {"reload": f"edited {said.get('modules')}", "move": f"placement {said.get('placement')}",
-                         "setting": f"{said.get('setting')}={said.get('after')}"}[str(kind)]  # fmt: skip
-                found.append({TIME: row.get(TIME), ITERATION: said.get(ITERATION), "change": words})
-        return sorted(found, key=lambda row: _number(row[TIME]))
+                         "setting": f"{said.get('setting')}={said.get('after')}"}[kind]  # fmt: skip
+                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words})
+        return sorted(found, key=lambda row: row[TIME])
 
     def last_metrics(self) -> tuple[int, dict[str, float]]:
         """The last iteration that has begun and has metrics, and what it and the newest evaluation reported, as
@@ -112,16 +108,16 @@ class RunFolder:
         last, newest = 0, self._iteration()
         for row in _training(self._rows(METRICS, tail=TAIL_BYTES)):
             if row[ITERATION] <= newest:
-                last = max(last, int(row[ITERATION]))
-                found |= {f"{row['stage']}/{name}": _number(value) for name, value in row["values"].items()}
+                last = max(last, row[ITERATION])
+                found |= _values(row)
         return last, found
 
     def _iteration(self) -> float:
         """The iteration that began last, or to which the run went back; infinite where no event says it."""
         for tail in (TAIL_BYTES, None):
-            whole = [row for row in self._rows(EVENTS, tail=tail) if row.get("event") in (ITERATION, *BACK)]
-            if numbers := [int(row["details"][ITERATION]) for row in whole if _is_event_of_iteration(row)]:
-                return numbers[-1]
+            rows = self._rows(EVENTS, tail=tail)
+            if numbers := [row["details"][ITERATION] for row in rows if row["event"] in (ITERATION, *BACK)]:
+                return float(numbers[-1])
         return math.inf
 
     def _counts(self) -> Callable[[dict[str, Any]], bool]:
@@ -130,16 +126,15 @@ class RunFolder:
         saved: dict[str, float] = {}
         undone = []
         for row in self._rows(EVENTS):
-            said, time_s = row.get("details"), _number(row.get(TIME))
-            if row.get("event") == "saved" and isinstance(said, dict):
-                saved[str(said.get("folder"))] = time_s
-            elif row.get("event") in BACK and isinstance(said, dict) and _is_event_of_iteration(row):
-                undone.append((saved.get(str(said.get("folder")), -math.inf), time_s, int(said[ITERATION])))
+            said = row["details"]
+            if row["event"] == "saved":
+                saved[said["folder"]] = row[TIME]
+            elif row["event"] in BACK:
+                undone.append((saved.get(said["folder"], -math.inf), row[TIME], said[ITERATION]))
 
         def counts(row: dict[str, Any]) -> bool:
-            time_s, number = _number(row[TIME]), row[ITERATION]
-            again = any(begin < time_s < end and number >= kept for begin, end, kept in undone)
-            return not again or str(row.get("stage")).startswith("evaluate")
+            again = any(begin < row[TIME] < end and row[ITERATION] >= kept for begin, end, kept in undone)
+            return not again or row.get("stage", "").startswith("evaluate")
 
         return counts
 
@@ -151,22 +146,20 @@ class RunFolder:
         made: dict[int, list[float]] = {}
         newest, counts = self._iteration(), self._counts()
         for row in filter(counts, _training(self._rows(METRICS))):
-            number = int(row[ITERATION])
+            number, values = row[ITERATION], _values(row)
             if number > newest:
                 continue
-            values = {f"{row['stage']}/{name}": _number(value) for name, value in row["values"].items()}
             table.setdefault(number, {}).update(values)
             one = made.setdefault(number, [0.0, 0.0, 0.0])
             if row["stage"] == "generate_sequences":
                 of = "generate_sequences/{}".format
-                rows, mean = _number(row.get(ROWS, 0)), values.get(of("response_tokens/mean"), math.nan)
+                rows, mean = row[ROWS], values.get(of("response_tokens/mean"), math.nan)
                 # of responses in parts, what was drawn in this one
                 one[0] += rows * values.get(of("ended/fraction"), 1.0)
                 one[1] += rows * values.get(of("drawn_tokens/mean"), mean)
-            if not str(row["stage"]).startswith("evaluate"):
-                one[2] = _number(row[TIME])
-        begun = {int(row["details"][ITERATION]): _number(row[TIME]) for row in self._rows(EVENTS)
-                 if row.get("event") == ITERATION and _is_event_of_iteration(row)}  # fmt: skip
+            if not row["stage"].startswith("evaluate"):
+                one[2] = row[TIME]
+        begun = {row["details"][ITERATION]: row[TIME] for row in self._rows(EVENTS) if row["event"] == ITERATION}
         frame = pd.DataFrame.from_dict(table, orient="index").rename_axis(ITERATION).sort_index()
         numbers = list(frame.index)
         frame["samples"] = pd.Series([made[n][0] for n in numbers], numbers, dtype=float).cumsum()
@@ -226,40 +219,21 @@ def _is_run(folder: Path) -> bool:
 def _training(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of metrics that belong to training or are an evaluation's result. Comparisons, and the stages inside an
     evaluation, are left out."""
-    for row in rows:
-        whole = isinstance(row.get("values"), dict) and isinstance(row.get("stage"), str)
-        counts = whole and not row.get("aside") and row["stage"] != "evaluate/stages"
-        if counts and _is_whole(row.get(ITERATION)) and TIME in row:
-            yield row
+    return (row for row in rows if not row["aside"] and row["stage"] != "evaluate/stages")
+
+
+def _values(row: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a row as "stage/metric"; NaN and infinities are texts in it."""
+    return {f"{row['stage']}/{name}": float(value) for name, value in row["values"].items()}
 
 
 def _changed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Rows of settings, each with those of its values that are not as earlier rows of its algorithm had them."""
     known: dict[str, dict[str, Any]] = {}
     for row in rows:
-        if isinstance(values := row.get("values"), dict):
-            before = known.setdefault(str(row.get("algorithm")), {})
-            yield row, {name: value for name, value in values.items() if name not in before or before[name] != value}
-            before |= values
-
-
-def _is_event_of_iteration(row: dict[str, Any]) -> bool:
-    """It says which iteration, and when."""
-    details = row.get("details")
-    whole = isinstance(details, dict) and _is_whole(details.get(ITERATION))
-    return whole and math.isfinite(_number(row.get(TIME)))
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _number(value: Any) -> float:
-    """A value as a float; NaN if it cannot be one."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+        values, before = row["values"], known.setdefault(row["algorithm"], {})
+        yield row, {name: value for name, value in values.items() if name not in before or before[name] != value}
+        before |= values
 
 
 def readable(run: RunFolder) -> bool:

@@ -2,7 +2,7 @@
 
     {"format": 1, "name", "id", "opened_s", "settings": {name: value}, "code": {...}, "data": {name: value}}
 
-Plain values alone. Whatever is read is checked: it may be damaged.
+Plain values alone.
 
 A notebook's page can be edited, run out of order, and lose cells; this is the record that an export can go by. It finds
 the texts on the page and in IPython's own history, by their digests.
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from workbench.data.prompt_stream import PromptStream
 
 RUN_FILE, FORMAT = Path("run.json"), 1
-LATEST_S = 4102444800  # the year 2100: a moment behind it is not one of ours
 LIMIT_BYTES = 8 * 2**20
 SOURCE_CHARACTERS = 20_000  # of a function
 POSITION = ("position", "place", "counts", "epoch")  # of prompts: where they are, not what they are
@@ -115,15 +114,10 @@ def read_run_record(run_folder: Path) -> RunRecord | None:
         found = files.read_json(run_folder / RUN_FILE, limit=LIMIT_BYTES)
     except FileNotFoundError:
         return None
-    if not isinstance(found, dict):
-        return None
     if (wrote := found.get("format")) != FORMAT:
         what = f"{str(run_folder / RUN_FILE)!r} has format {shown(wrote, 80)}"
         raise BadInput(what, f"this version reads {FORMAT}", "use the version of workbench that wrote it")
-    parts = {name: part for name in ("settings", "code", "data") if isinstance(part := found.get(name), dict)}
-    opened_s = found.get("opened_s")
-    known = isinstance(opened_s, int | float) and not isinstance(opened_s, bool) and 0 <= opened_s < LATEST_S
-    return RunRecord(name=str(found.get("name", "")), opened_s=float(opened_s) if known else 0.0, **parts)  # type: ignore[arg-type]
+    return RunRecord(**{one.name: found[one.name] for one in fields(RunRecord)})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import pandas
 
 
+SUMMED_BY = ("kind", "stage", "source", "destination", "columns")
 SUM_COLUMNS = {
-    "kind": "str", "stage": "str", "source": "str", "destination": "str", "columns": "str", "transfers": "int64",
-    "moved_bytes": "int64", "duration_s": "float64",
+    **dict.fromkeys(SUMMED_BY, "str"), "transfers": "int64", "moved_bytes": "int64", "duration_s": "float64",
 }  # fmt: skip
 # So many of the last moves say how fast the next one will be, those of at least so many bytes.
 MOVES, LARGE_BYTES = 4, 2**24
@@ -55,16 +55,10 @@ class TransferSums:
     def _read(self) -> None:
         """Take in what was recorded since the last time."""
         for row in self._transfers.new():
-            try:
-                duration_s, moved = row["end_s"] - row["start_s"], int(row["moved_bytes"])
-                key = tuple(str(row[name]) for name in ("kind", "stage", "source", "destination", "columns"))
-                int(row["run"])
-            except (KeyError, TypeError, ValueError):  # a damaged line
-                continue
-            found = self._sums[key]
+            moved, found = row["moved_bytes"], self._sums[tuple(row[name] for name in SUMMED_BY)]
             found[0] += 1
             found[1] += moved
-            found[2] += duration_s
+            found[2] += row["end_s"] - row["start_s"]
             self._runs[row["kind"], row["stage"]].add(row["run"])
             if row["kind"] == "move":
                 self._moves.setdefault(row["run"], []).append((row["start_s"], row["end_s"], moved))
@@ -102,7 +96,6 @@ TRANSFER_COLUMNS = {
     "stage": "str", "run": "int64", "kind": "str", "source": "str", "destination": "str", "batch": "str",
     "columns": "str", "start_s": "float64", "end_s": "float64", "duration_s": "float64", "moved_bytes": "int64",
 }  # fmt: skip
-ROW_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # of a row that is none
 METRIC_COLUMNS = {"time_s": "float64", "iteration": "int64", "stage": "str", "run": "int64"}
 MEMORY_COLUMNS = {
     "time_s": "float64", "iteration": "int64", "host": "str", "device": "str", "owner": "str", "use": "str",
@@ -211,11 +204,11 @@ class TelemetryStore:
         verdict: "ok"; "checksum differs"; "not synced", drawn with other weights than the trainer had; "synced twice",
         the engine had these weights; "failed". With culprit (weight, rank) and remedy.
         """
-        return _taken(self._read("syncs"), judged)
+        return judged(self._read("syncs"))
 
     def changed(self) -> pandas.DataFrame:
         """What updates changed, as far as it was noted: see `lab.changed`, which notes it up to now."""
-        return _taken(self._read("changed"), changed_frame)
+        return changed_frame(self._read("changed"))
 
     def metrics(self, stage: str | None = None) -> pandas.DataFrame:
         """One row a stage call, in order: time_s, iteration, stage, run, then a column for each metric.
@@ -224,25 +217,15 @@ class TelemetryStore:
         `melt` makes it long. A metric that a call did not report is NaN; `stage` keeps that stage's rows and its
         metrics only.
         """
-
-        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-            rows = [row for row in rows if stage in (None, row["stage"])]
-            names = list(dict.fromkeys(name for row in rows for name in row["values"]))
-            # float() also reads the names that _strict gave to NaN and the infinities
-            wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
-            return _frame(wide, {**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
-
-        return _taken(self._read("metrics"), frame)
+        rows = [row for row in self._read("metrics") if stage in (None, row["stage"])]
+        names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+        # float() also reads the names that _strict gave to NaN and the infinities
+        wide = [{**row, **{name: float(value) for name, value in row["values"].items()}} for row in rows]
+        return _frame(wide, {**METRIC_COLUMNS, **dict.fromkeys(names, "float64")})
 
     def events(self) -> pandas.DataFrame:
         """One row an event, in order: time_s, event, details (a dict; NaN and infinities in it are text)."""
-
-        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-            for row in rows:
-                dict(**row["details"])
-            return _frame(rows, EVENT_COLUMNS)
-
-        return _taken(self._read("events"), frame)
+        return _frame(self._read("events"), EVENT_COLUMNS)
 
     def lives(self) -> pandas.DataFrame:
         """One row a stretch between opening, attachments and recoveries, in order: begins_s, ends_s (unix times;
@@ -259,17 +242,13 @@ class TelemetryStore:
 
     def memory(self) -> pandas.DataFrame:
         """One row an owner and use in each host's answer, in order: `MEMORY_COLUMNS`; see `MemoryReading.shares`."""
-
-        def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-            shares = [
-                {**row, "owner": owner, "use": use, "held_bytes": n}
-                for row in rows
-                if not row["error"]
-                for (owner, use), n in MemoryReading(**row).shares().items()
-            ]
-            return _frame(shares, MEMORY_COLUMNS)
-
-        return _taken(self._read("memory"), frame)
+        shares = [
+            {**row, "owner": owner, "use": use, "held_bytes": n}
+            for row in self._read("memory")
+            if not row["error"]
+            for (owner, use), n in MemoryReading(**row).shares().items()
+        ]
+        return _frame(shares, MEMORY_COLUMNS)
 
     def follow(self, name: str) -> Follower:
         """What is added to "spans", "transfers", ... from now on is `.new()`, and first all that is there."""
@@ -404,28 +383,9 @@ def _frame(rows: Sequence[Any], columns: Mapping[str, str]) -> pandas.DataFrame:
 
 
 def _timed_frame(rows: list[dict[str, Any]], columns: dict[str, str]) -> pandas.DataFrame:
-    def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-        for row in rows:
-            row["duration_s"] = row["end_s"] - row["start_s"]
-        return _frame(rows, columns).sort_values("start_s", kind="stable", ignore_index=True)
-
-    return _taken(rows, frame)
-
-
-def _taken(rows: list[dict[str, Any]], frame: Callable[[list[dict[str, Any]]], pandas.DataFrame]) -> pandas.DataFrame:
-    """The frame of rows, without those of a damaged file that are none."""
-    try:
-        return frame(rows)
-    except ROW_ERRORS:
-        return frame([row for row in rows if _makes(row, frame)])
-
-
-def _makes(row: dict[str, Any], frame: Callable[[list[dict[str, Any]]], pandas.DataFrame]) -> bool:
-    try:
-        frame([row])
-    except ROW_ERRORS:
-        return False
-    return True
+    for row in rows:
+        row["duration_s"] = row["end_s"] - row["start_s"]
+    return _frame(rows, columns).sort_values("start_s", kind="stable", ignore_index=True)
 
 
 def _strict(value: Any) -> Any:
