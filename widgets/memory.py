@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 from workbench.display.curves import Chart, Curve, Stroke
@@ -28,22 +28,21 @@ class Thinned:
 
     def __init__(self) -> None:
         self.each, self._count = 1, 0
-        self._rows: dict[int, tuple[int, Any]] = {}  # by number: how high it is, and the row
+        self._stretches: list[tuple[int, Any]] = []  # how high the highest row is, and the row
+        self._last: Any = None
 
     def add(self, height: int, row: Any) -> None:
-        self._rows[self._count] = height, row
-        self._count += 1
-        if len(self._rows) <= MOST_POINTS:
-            return
-        while self._count > self.each * MOST_POINTS // 2:  # a power of two: stretches lie within those of the next one
+        new = self._stretches.pop() if self._count % self.each else (height, row)
+        self._stretches.append(max(new, (height, row), key=itemgetter(0)))
+        self._last, self._count = row, self._count + 1
+        if len(self._stretches) == MOST_POINTS:
             self.each *= 2
-        stretches = itertools.groupby(self._rows, lambda number: number // self.each)
-        kept = {max(numbers, key=lambda number: self._rows[number][0]) for _, numbers in stretches}
-        kept.add(self._count - 1)
-        self._rows = {number: row for number, row in self._rows.items() if number in kept}
+            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+            self._stretches = [max(pair, key=itemgetter(0)) for pair in pairs]
 
     def rows(self) -> list[Any]:
-        return [row for _, row in self._rows.values()]
+        rows = [row for _, row in self._stretches]
+        return rows if not rows or rows[-1] is self._last else [*rows, self._last]
 
 
 @dataclass
@@ -93,7 +92,6 @@ class Memory(Charts):
         self._start_s = math.inf  # of all that was recorded
         self._rows, self._asked_s = 0, 0.0
         self._asked_at: tuple[Hashable, ...] = ()
-        self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
     # --- what it reads ------------------------------------------------------------------------------------------------
@@ -126,24 +124,23 @@ class Memory(Charts):
             self.error = str(error)
 
     def _read(self) -> None:
-        with self._lock:
-            for row in self._memory.new():
-                reading = MemoryReading(**row)
+        for row in self._memory.new():
+            reading = MemoryReading(**row)
+            self._rows += 1
+            if reading.error:
+                self._silent[reading.host] = reading
+                continue
+            self._silent.pop(reading.host, None)
+            self._devices.setdefault(reading.device, MemoryHistory()).add(reading)
+            self._start_s = min(self._start_s, reading.time_s)
+            self._asked_s = max(self._asked_s, reading.time_s)  # by whichever view of this workbench
+        for row in self._spans.new():
+            if not row["parent"] and row["peak_memory_bytes"]:
                 self._rows += 1
-                if reading.error:
-                    self._silent[reading.host] = reading
-                    continue
-                self._silent.pop(reading.host, None)
-                self._devices.setdefault(reading.device, MemoryHistory()).add(reading)
-                self._start_s = min(self._start_s, reading.time_s)
-                self._asked_s = max(self._asked_s, reading.time_s)  # by whichever view of this workbench
-            for row in self._spans.new():
-                if not row["parent"] and row["peak_memory_bytes"]:
-                    self._rows += 1
-                    words = f"{row['stage']} on {row['role']}, run {row['run']}"
-                    peak: Peak = (row["end_s"], row["peak_memory_bytes"], words)
-                    self._devices.setdefault(row["device"], MemoryHistory()).peaks.add(peak[1], peak)
-                    self._start_s = min(self._start_s, row["end_s"])
+                words = f"{row['stage']} on {row['role']}, run {row['run']}"
+                peak: Peak = (row["end_s"], row["peak_memory_bytes"], words)
+                self._devices.setdefault(row["device"], MemoryHistory()).peaks.add(peak[1], peak)
+                self._start_s = min(self._start_s, row["end_s"])
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
@@ -159,8 +156,7 @@ class Memory(Charts):
 
     def charts(self) -> list[Chart]:
         self._read()
-        with self._lock:
-            return [self._chart(name, self._devices[name]) for name in sorted(self._devices, key=_by_number)]
+        return [self._chart(name, self._devices[name]) for name in sorted(self._devices, key=_by_number)]
 
     def _chart(self, name: str, device: MemoryHistory) -> Chart:
         readings = device.readings.rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,25 +45,16 @@ class MetricCurves:
 
     def __init__(self, store: TelemetryStore) -> None:
         self._follower = store.follow("metrics")
-        self._lock = threading.Lock()
         self.by_name: dict[tuple[str, str], Points] = {}
         self.rows = 0
 
     def read(self) -> None:
-        with self._lock:
-            for row in self._follower.new():
-                self.rows += 1
-                apart = row.get("aside", False)  # older files do not say
-                for metric, value in row["values"].items():
-                    points = self.by_name.setdefault((row["stage"], metric), Points())
-                    (points.aside_iterations if apart else points.iterations).append(row["iteration"])
-                    (points.aside_values if apart else points.values).append(float(value))
-
-    def points(self, name: tuple[str, str]) -> Points:
-        """A metric's points so far."""
-        with self._lock:
-            found = self.by_name.get(name, Points())
-            return Points(*(list(numbers) for numbers in vars(found).values()))
+        for row in self._follower.new():
+            self.rows += 1
+            for metric, value in row["values"].items():
+                points = self.by_name.setdefault((row["stage"], metric), Points())
+                (points.aside_iterations if row["aside"] else points.iterations).append(row["iteration"])
+                (points.aside_values if row["aside"] else points.values).append(float(value))
 
 
 class Metrics(Charts):
@@ -127,7 +117,7 @@ class Metrics(Charts):
         curves, notes = list[Curve](), list[str]()
         sources = {"": self._own, **{name: self._runs[name] for name in self.others}}
         for number, (source, run) in enumerate(sources.items()):
-            points = run.points((stage, metric))
+            points = run.by_name.get((stage, metric), Points())
             if not points.values and not points.aside_values:
                 continue
             stroke = STROKES[number % len(STROKES)]

@@ -76,6 +76,7 @@ class Panel:
         self._controls: dict[str, str] = {}
         self._unsent = set(self.views)  # whose next drawing is a whole one
         self._numbers = dict.fromkeys(self.views, 0)  # of drawings: a page sees what it missed
+        self._round = 0  # of all panels, in which it drew last
         self._status: dict[str, str] = {}
         self._action_error = ""  # why the last action failed
         self._faults: dict[str, str] = {}  # of views that could not be drawn
@@ -131,7 +132,6 @@ class Panel:
         self._save()
         self._in_turn(self._saved.draw_anew)
         self._ended.set()
-        self.driver.pace.leave(self)
         for place in self._places:  # the picture beside it stays, and nothing hides it any more
             place.update({"text/html": "", "text/plain": ""}, raw=True)
         self._places.clear()
@@ -158,7 +158,6 @@ class Panel:
             atexit.register(self._leave)
             self._front.on_msg(lambda _, message, buffers: self._jobs.put(lambda: self._receive(message)))
             self._front.observe(lambda change: self._jobs.put(lambda: self._turned(change["new"])), "shown")
-            self.driver.pace.join(self, lambda: self._jobs.put(self._take_part))
             self._thread = threading.Thread(target=self._work, name="workbench-panel-views", daemon=True)
             self._thread.start()
         return self._front
@@ -216,8 +215,10 @@ class Panel:
             self._page_is_there = False  # the page is gone
         if not self._page_is_there:
             return
-        if self._due() and self.driver.pace.begin(self):
-            self._draw_in_round()
+        if self._due() and (this_round := self.driver.pace.round()) != self._round:
+            self._round, began_s = this_round, time.thread_time()
+            self._draw()
+            self.driver.pace.took(time.thread_time() - began_s)
         self._send_status(blocked)
         if time.monotonic() - self._heard_s > ALIVE_S:
             self._ask({"kind": "alive", "view": self.shown, "number": self._numbers[self.shown]})
@@ -230,16 +231,6 @@ class Panel:
         except Exception as error:  # a workbench that was closed, a host that is gone
             self._faults[view.name], due = said(error), False
         return time.monotonic() > self._again_s if view.name in self._faults else due
-
-    def _take_part(self) -> None:
-        """In a round that another panel began."""
-        if self._page_is_there and self._due():
-            self._draw_in_round()
-
-    def _draw_in_round(self) -> None:
-        began_s = time.thread_time()
-        self._draw()
-        self.driver.pace.took(time.thread_time() - began_s)
 
     def _draw(self) -> None:
         """Send the view that is shown; where that fails, the reason is shown, and it is tried again."""

@@ -10,7 +10,7 @@ from workbench.display.html import bytes_text, numbers_table
 from workbench.display.results import sparkline
 from workbench.telemetry.memory import MemoryReading
 from workbench.telemetry.spans import union_s
-from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves
+from workbench_widgets.metrics import FIRST_SHOWN, MetricCurves, Points
 from workbench_widgets.view import View
 
 REWARD, SHOWN = "rewards/mean", 30  # iterations in the sparkline
@@ -99,7 +99,7 @@ class Strip(View):
     def _reward(self) -> tuple[str, str, str]:
         """The last reward, and those of the last iterations as a small curve and as a table."""
         for stage in FIRST_SHOWN[REWARD]:
-            points = self._curves.points((stage, REWARD))
+            points = self._curves.by_name.get((stage, REWARD), Points())
             iterations, values = points.iterations[-SHOWN:], points.values[-SHOWN:]
             if values:
                 rows = [[n, f"{value:.4g}"] for n, value in zip(iterations, values, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from html import escape
@@ -48,7 +47,6 @@ class TimelineView(View):
         self._changes = 0
         self._drawn: Timeline | None = None  # what the page was sent last
         self._still: tuple[Hashable, Timeline] | None = None
-        self._reading = threading.Lock()  # a picture is asked for in another thread than a payload
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -57,20 +55,19 @@ class TimelineView(View):
 
     def _read(self) -> None:
         """Take in what was recorded since the last time."""
-        with self._reading:
-            for event in self._follow["events"].new():
-                details = event["details"]
-                if event["event"] == "iteration":
-                    self._starts.append((int(details["iteration"]), float(event["time_s"])))
-                elif event["event"] == "move":
-                    self._moves_s.append(float(event["time_s"]) - float(details["seconds"]))
-                self._callers.add(event)
-            for row in self._follow["spans"].new():
-                self._spans.append({**row, "number": self._count})
-                self._count += 1
-                lane = (row["pool"], row["device"])
-                first_s, last_s = self._lived.get(lane, (row["start_s"], row["end_s"]))
-                self._lived[lane] = min(first_s, row["start_s"]), max(last_s, row["end_s"])
+        for event in self._follow["events"].new():
+            details = event["details"]
+            if event["event"] == "iteration":
+                self._starts.append((int(details["iteration"]), float(event["time_s"])))
+            elif event["event"] == "move":
+                self._moves_s.append(float(event["time_s"]) - float(details["seconds"]))
+            self._callers.add(event)
+        for row in self._follow["spans"].new():
+            self._spans.append({**row, "number": self._count})
+            self._count += 1
+            lane = (row["pool"], row["device"])
+            first_s, last_s = self._lived.get(lane, (row["start_s"], row["end_s"]))
+            self._lived[lane] = min(first_s, row["start_s"]), max(last_s, row["end_s"])
 
     def _iterations(self) -> list[tuple[int, float, float]]:
         """The last iterations whose spans are kept: number, from when to when."""

@@ -75,8 +75,8 @@ def test_curves_are_the_metrics_of_the_workbench(lab: wb.Workbench, view: Metric
     read = MetricCurves(TelemetryStore(lab.run_folder))
     read.read()
     name = ("compute_log_prob", "entropy")
-    assert read.points(name) == view._own.points(name)
-    assert read.points(name).values == curve.y
+    assert read.by_name[name] == view._own.by_name[name]
+    assert read.by_name[name].values == curve.y
 
 
 def test_the_figure_of_the_page_is_the_one_that_a_cell_keeps(lab: wb.Workbench, view: Metrics) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +57,6 @@ def test_panels_of_one_workbench_show_the_same_iteration(clock: SimpleNamespace)
         view = type(name, (Follows,), {"name": name, "title": name, "costs_s": costs_s})
         panel, page = Panel(lab, [view(lab, driver)], driver), Page()
         panel._front, panel._page_is_there = page, True  # type: ignore[assignment]  # and its thread is this test
-        driver.pace.join(panel, partial(panel._jobs.put, panel._take_part))
         panels.append(panel)
         pages.append(page)
     seen = set[str]()
@@ -67,11 +64,7 @@ def test_panels_of_one_workbench_show_the_same_iteration(clock: SimpleNamespace)
         lab.iteration += 1
         clock.now_s += 0.1
         for panel in panels if lab.iteration % 2 else panels[::-1]:
-            for other in panels:
-                drain(other._jobs)
             panel._look()
-        for panel in panels:
-            drain(panel._jobs)
         shown = {page.shown for page in pages}
         assert len(shown) == 1
         seen |= shown
@@ -79,29 +72,17 @@ def test_panels_of_one_workbench_show_the_same_iteration(clock: SimpleNamespace)
     assert clock.spent_s < 0.01 * 30
 
 
-def drain(jobs: queue.SimpleQueue[Any]) -> None:
-    while not jobs.empty():
-        jobs.get()()
-
-
 def test_a_round_is_followed_by_rest(clock: SimpleNamespace) -> None:
-    pace, called = Pace(), list[str]()
-    pace.join("a", lambda: called.append("a"))
-    pace.join("b", lambda: called.append("b"))
-    assert pace.begin("a")
-    assert called == ["b"]
-    assert not pace.begin("b")
+    pace = Pace()
+    assert pace.round() == pace.round() == 1
     clock.now_s += LEAST_REST_S
-    assert pace.begin("b")
+    assert pace.round() == 2
     pace.took(0.01)
     pace.took(0.01)
     clock.now_s += REST * 0.02 - 0.01
-    assert not pace.begin("a")
+    assert pace.round() == 2
     clock.now_s += 0.02
-    assert pace.begin("a")
+    assert pace.round() == 3
     pace.took(10.0)
     clock.now_s += MOST_REST_S
-    pace.leave("b")
-    called.clear()
-    assert pace.begin("a")
-    assert called == []
+    assert pace.round() == 4

@@ -136,14 +136,13 @@ def test_rows_are_sorted_filtered_and_paged(view: Samples, lab: wb.Workbench) ->
     lab.release(batch)
 
 
-NO_EXPRESSIONS: list[str] = [
-    "__import__('os').system('true')", "rewards.mean() > 0", "@rewards", "rewards", "3", "rewards > 'a'",
-    "[r for r in rewards]", "rewards ** 9 > 1", "rewards[0] > 1", "lambda: 1", "rewards = 1", "rewards >",
-    "(" * 300, "rewards.__class__", "`rewards` > 1", "pd.io", "f'{rewards}' > 1", "rewards if rewards else rewards",
+NO_EXPRESSIONS = [
+    "__import__('os')", "rewards.mean() > 0", "@rewards", "rewards", "3", "rewards > 'a'", "[r for r in rewards]",
+    "lambda: 1", "rewards = 1", "rewards >", "(" * 300, "pd.io", "rewards if rewards else rewards", "costs > 1",
 ]  # fmt: skip
 
 
-def test_an_expression_is_of_columns_and_numbers_alone(subtests: pytest.Subtests) -> None:
+def test_what_is_no_truth_value_of_a_row_is_refused(subtests: pytest.Subtests) -> None:
     for where in NO_EXPRESSIONS:
         with subtests.test(where=where):
             frame = pd.DataFrame({"rewards": [0.0, 1.0], "truncated": [True, False]})
