@@ -368,7 +368,7 @@ def test_a_save_that_fails_leaves_what_was_there(lab: wb.Workbench, tmp_path: Pa
     path = tmp_path / "kept"
     lab.put({"a": torch.arange(2)}).save(path)
     before = path.read_bytes()
-    with expect_error(BadInput, value="column 'b', row 1 holds a value of type tuple", remedy=r"batch.drop\('b'\)"):
+    with expect_error(BadInput, value=r"column 'b', row 1 holds \(2, 3\)", remedy=r"batch.drop\('b'\)"):
         lab.put({"a": torch.arange(2), "b": [1, (2, 3)]}).save(path)
     assert path.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]

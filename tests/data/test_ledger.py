@@ -275,13 +275,3 @@ def test_prompts_that_are_drawn_ahead_wait_for_their_scores() -> None:
         ledger.note_drawn([iteration], iteration, iteration, now=1)
     ledger.note_scored(*scored(range(1, 2), 1, 0, 1.0))
     assert ledger.totals().sums["responses"].tolist()[1] == 4
-
-
-@pytest.mark.parametrize("damage", [lambda state: state[:-3], lambda state: b"", lambda state: Ledger(99).state()])
-def test_a_damaged_state_is_refused(damage: Any) -> None:
-    ledger = Ledger(100)
-    run_of(ledger, range(8))
-    before = ledger.state()
-    with expect_error(BadInput, value="saved ledger of prompts"):
-        ledger.load_state(damage(before))
-    assert ledger.state() == before

@@ -20,6 +20,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -143,21 +144,13 @@ def _as_json(values: list[Any], name: str, rows: range) -> Ragged:
 def _json(value: Any, where: str, remedy: str) -> str:
     """Text that gives the same value back, or `BadInput`."""
 
-    def check(part: Any) -> None:
-        kind = type(part)
-        if kind is list:
-            for item in part:
-                check(item)
-        elif kind is dict and all(type(key) is str for key in part):
-            for item in part.values():
-                check(item)
-        elif kind not in (str, int, float, bool, type(None)):
-            what = "a dict whose keys are not all text" if kind is dict else f"a value of type {kind.__name__}"
-            rule = "is saved as JSON: text, numbers, True, False, None, and lists and dicts of these"
-            raise BadInput(f"{where} holds {what}", f"what is no tensor {rule}", remedy)
-
-    check(value)
-    return json.dumps(value)
+    text = ""
+    with suppress(TypeError, ValueError, RecursionError):
+        text = json.dumps(value)
+    if not text or repr(json.loads(text)) != repr(value):
+        rule = "is saved as JSON: text, numbers, True, False, None, and lists and dicts of these, whose keys are text"
+        raise BadInput(f"{where} holds {shown(value)}", f"what is no tensor {rule}", remedy)
+    return text
 
 
 def read(path: str | os.PathLike[str], vocabulary: Vocabulary) -> tuple[dict[str, Any], Iterator[Table]]:

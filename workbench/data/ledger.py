@@ -13,7 +13,6 @@ import pandas as pd
 
 from workbench.batches.schema import ScoredRows
 from workbench.data.prompts import Prompts
-from workbench.errors import BadInput
 from workbench.support.intervals import wilson_bounds
 
 OPEN_ITERATIONS = 4  # draws that are so many iterations old take no other scores any more
@@ -184,7 +183,7 @@ class Ledger:
 
         with self._lock:
             touched = np.flatnonzero(self._totals.drawn)
-            found = {"rows": np.array([self.rows]), "touched": touched}
+            found = {"touched": touched}
             for name, array in vars(self._totals).items():
                 found |= _plain(name, array[touched])
             blocks = np.concatenate([np.zeros(0, DRAW), *self._open])
@@ -204,35 +203,21 @@ class Ledger:
             return taken
 
     def load_state(self, state: bytes, changes: Sequence[bytes] = ()) -> None:
-        """Go on from `state`, and from what was noted since. Raises `BadInput` for what is none of this source."""
+        """Go on from `state`, and from what was noted since, both of the same source."""
         from safetensors.numpy import load
 
-        try:
-            totals, blocks = self._read(load(state))
-            noted = [np.frombuffer(one, DRAW) for one in changes]
-            if any(len(one) and not 0 <= one["row"].min() <= one["row"].max() < self.rows for one in [*blocks, *noted]):
-                raise ValueError("it names rows that the source does not have")
-        except Exception as error:  # that of any damage
-            raise BadInput(
-                f"the saved ledger of prompts cannot be read: {error}", f"it is of a source of {self.rows} prompts",
-                "restore from another checkpoint, or open with the source of this one",
-            ) from error  # fmt: skip
-        with self._lock:
-            self._totals, self._open = totals, blocks
-            for one in noted:
-                self._apply(one)
-            self.changes = None
-
-    def _read(self, found: Mapping[str, np.ndarray]) -> tuple[Totals, list[np.ndarray]]:
-        if found["rows"].tolist() != [self.rows]:
-            raise ValueError(f"it has {found['rows'].tolist()} rows")
-        totals, touched = Totals.empty(self.rows), found["touched"]
+        found, totals = load(state), Totals.empty(self.rows)
         for name, array in vars(totals).items():
-            _fill(array, touched, name, found)
+            _fill(array, found["touched"], name, found)
         sizes = found["open/sizes"].tolist()
         blocks = np.zeros(sum(sizes), DRAW)
         _fill(blocks, np.arange(len(blocks)), "open", found)
-        return totals, [block.copy() for block in np.split(blocks, np.cumsum(sizes)[:-1])] if sizes else []
+        with self._lock:
+            self._totals = totals
+            self._open = [block.copy() for block in np.split(blocks, np.cumsum(sizes)[:-1])] if sizes else []
+            for one in changes:
+                self._apply(np.frombuffer(one, DRAW))
+            self.changes = None
 
 
 def _plain(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
