@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-GROUPED = ("role", "stage", "kind", "parent")
-ADDED = ("span_s", "processed_tokens", "moved_bytes")
+GROUPED = ["role", "stage", "kind", "parent"]
 MOST_SHOWN = 64  # rows
 
 
@@ -105,19 +104,22 @@ def sums_of(
 ) -> Sums:
     """Sums of a range, unix times. present: by lane, from when to when it is there. start_s: what `Sums.from_s` counts
     from."""
+    import pandas
+
     from_s, to_s = range_s
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for row in rows:
-        whole_s = row["end_s"] - row["start_s"]
-        inside_s = max(min(row["end_s"], to_s) - max(row["start_s"], from_s), 0.0)
-        if not inside_s and not (whole_s <= 0 and from_s <= row["start_s"] < to_s):
-            continue
-        share, key = inside_s / whole_s if whole_s > 0 else 1.0, tuple(row[name] for name in GROUPED)
-        sums = found.setdefault(key, dict(zip(GROUPED, key, strict=True)) | dict.fromkeys(ADDED, 0.0) | {"spans": 0})
-        sums["spans"] += 1
-        sums["span_s"] += inside_s
-        for name in ADDED[1:]:
-            sums[name] += row.get(name, 0) * share
+    added = ["span_s", "processed_tokens", "moved_bytes"]
+    spans = pandas.DataFrame(rows, columns=[*GROUPED, "start_s", "end_s", *added[1:]]).fillna(0)
+    whole_s = spans["end_s"] - spans["start_s"]
+    spans["span_s"] = (spans["end_s"].clip(upper=to_s) - spans["start_s"].clip(lower=from_s)).clip(lower=0.0)
+    spans[added[1:]] = spans[added[1:]].mul((spans["span_s"] / whole_s).where(whole_s > 0, 1.0), axis=0)
+    at_once = (whole_s <= 0) & spans["start_s"].between(from_s, to_s, inclusive="left")
+    inside = spans[(spans["span_s"] > 0) | at_once].assign(spans=1)
+    sums = inside.groupby(GROUPED, as_index=False)[["spans", *added]].sum()
+    # the rows of a stage together; the stage whose own spans took longest first
+    own_s = sums["span_s"].where(sums["parent"] == "", 0.0).groupby([sums["role"], sums["stage"]]).transform("sum")
+    first, rising = ["own_s", "role", "stage", "parent", "span_s"], [False, True, True, True, False]
+    sums = sums.assign(own_s=own_s).sort_values(first, ascending=rising).drop(columns="own_s")
+    stages: list[Any] = sums.to_dict("records")
     waits = (
         gaps.seconds(max(present, default=-1) + 1, from_s, to_s)[list(present)].sum(axis=0).tolist() if present else []
     )
@@ -127,25 +129,11 @@ def sums_of(
         to_s=to_s - start_s,
         device_s=sum(there_s),
         devices=sum(length_s > 0 for length_s in there_s),
-        stages=_longest_first(list(found.values())),
+        stages=stages,
         idle=[
             {"cause": cause.words, "idle_s": idle_s} for cause, idle_s in zip(CAUSES, waits, strict=False) if idle_s > 0
         ],
     )
-
-
-def _longest_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a stage together; the stage whose own spans took longest first."""
-    took: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if not row["parent"]:
-            took[row["role"], row["stage"]] = took.get((row["role"], row["stage"]), 0.0) + row["span_s"]
-
-    def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        name = (row["role"], row["stage"])
-        return -took.get(name, 0.0), name, row["parent"], -row["span_s"]
-
-    return sorted(rows, key=order)
 
 
 MOST_BARS = 1500  # in one picture
