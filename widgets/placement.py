@@ -15,7 +15,7 @@ from workbench.display.palette import RoleStyle, role_styles
 from workbench.errors import BadInput, NotFound, WorkbenchError
 from workbench.errors.plain_text import said
 from workbench.placement import ENVIRONMENT, ROLLOUT, Placement, Pool
-from workbench.placement.change import PlacementChange
+from workbench.placement.change import SIGNS, PlacementChange
 from workbench.placement.placement import named_placements
 from workbench_widgets.view import View, button, entry, whole_number
 
@@ -228,8 +228,11 @@ class PlacementEditor(View):
         elif isinstance(answer, str):
             parts.append(f"<p>\N{MULTIPLICATION X} {escape(answer)}</p>")
         if change is not None:
-            parts.append(change_html(change) if draft is not None else "")
-            parts.append(memory_html(change, moves=draft is not None))
+            traffic = folded("who sends to whom", change.traffic()._repr_html_()) if change.total_bytes else ""
+            told = change.memory_html(moves=False) if draft is None else change.words_html() + traffic
+            parts.append(
+                f'<section aria-label="{"memory" if draft is None else "what the draft would change"}">{told}</section>'
+            )
         there = replace(live, environments=None)  # offers are of devices
         if self._costs.offers_are_of(self._question()):
             parts.append(offers_html(self._costs.offers, there, controls=controls))
@@ -409,44 +412,6 @@ def _size(pool: Pool, what: str) -> str:
 # --- parts of the picture ---------------------------------------------------------------------------------------------
 
 
-def change_html(change: PlacementChange) -> str:
-    """What becomes of each role, the bytes and the time in all, and whether there is room."""
-    rows: list[Any] = [
-        row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in change.frame().to_dict("records")
-    ]
-    traffic = folded("who sends to whom", change.traffic()._repr_html_()) if change.total_bytes else ""
-    return (
-        f'<section aria-label="what the draft would change">{table(rows, caption="what would change")}'
-        f"<div><b>{escape(verdict(change))}</b></div><div>{escape(str(change))}</div>{traffic}</section>"
-    )
-
-
-def verdict(change: PlacementChange) -> str:
-    """Whether it can be done, with a sign, and why not."""
-    if change.refusal is not None:
-        return f"\N{MULTIPLICATION X} cannot be done now: {change.refusal}"
-    if change.problem:
-        return f"\N{MULTIPLICATION X} does not fit: it {change.problem}"
-    return "\N{CHECK MARK} fits" if change.fits else "? room unknown"
-
-
-def memory_html(change: PlacementChange, *, moves: bool) -> str:
-    """A table of the memory of each device. The slots of a CPU share the machine's: all together are shown too.
-
-    moves: whether the change is one.
-    """
-    frame, room = change.memory().set_index("device"), change.capacity_bytes
-    frame.columns = ["before", "while it moves", "after", "at most, computing"]
-    if change.device != "cuda":
-        frame.loc["this machine"] = frame.sum()
-    shown = frame if moves else frame[["after", "at most, computing"]].rename(columns={"after": "held"})
-    rows = [{"device": name, **row.map(bytes_text)} for name, row in shown.iterrows()]
-    whose = "a device" if change.device == "cuda" else "the machine"
-    has = f"; {whose} has {bytes_text(room)}, {bytes_text(change.has_bytes or room)} of it for these" if room else ""
-    caption = f"memory, estimated: models and batches, without what processes need for themselves{has}"
-    return f'<section aria-label="memory">{table(rows, caption=caption)}</section>'
-
-
 def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> str:
     """A table of what is on offer. controls: with buttons that take one as the draft."""
     rows = []
@@ -455,7 +420,7 @@ def offers_html(offers: Sequence[Offer], live: Placement, *, controls: bool) -> 
         if change is not None:
             off = "it is live" if same(change.new, live) else ""
             iteration = "not predicted" if offer.predicted_s is None else seconds_text(offer.predicted_s)
-            room = "live" if off else verdict(change)
+            room = "live" if off else f"{SIGNS[change.fits]} {change.verdict}"
             cells = [str(change.new), iteration, bytes_text(change.total_bytes), change.expected_text, room]
         row = dict(zip(("plan", "placement", "iteration", "moves", "time", "room"), (offer.name, *cells), strict=True))
         take = button(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # What a process holds of sent and received slices at a time, at most.
 BUFFER_BYTES = 64 * 2**20
+# Whether a change can be done.
+SIGNS = {True: "\N{CHECK MARK}", False: "\N{MULTIPLICATION X}", None: "?"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,6 +191,13 @@ class PlacementChange(Moves):
             return False
         return None if self.has_bytes is None else not self.problem
 
+    @property
+    def verdict(self) -> str:
+        """`fits` in words, and why not."""
+        if self.refusal is not None:
+            return f"cannot be done now: {self.refusal.value}, and {self.refusal.rule}"
+        return {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
+
     def require_fit(self) -> None:
         """Raise `BadInput` where it cannot be done; where there is no room, with the figures."""
         if self.refusal is not None:
@@ -247,20 +256,33 @@ class PlacementChange(Moves):
         if self.took_s is not None and self.transfer_s is not None:
             told += f"; took {seconds_text(self.took_s)}, the bytes {seconds_text(self.transfer_s)} of it"
         rest = [change.role for change in self.roles if change.action == "stays"]
-        fit = {True: "fits", False: f"does not fit: it {self.problem}", None: "room unknown"}[self.fits]
-        if self.refusal is not None:
-            fit = f"cannot be done now: {self.refusal.value}, and {self.refusal.rule}"
-        return f"{told}; untouched: {', '.join(rest) or 'none'}; pools kept: {', '.join(self.kept) or 'none'}; {fit}"
+        untouched, kept = ", ".join(rest) or "none", ", ".join(self.kept) or "none"
+        return f"{told}; untouched: {untouched}; pools kept: {kept}; {self.verdict}"
 
     def __repr__(self) -> str:
         moving = [change.role for change in self.roles if change.action != "stays"]
         return f"<PlacementChange of {', '.join(moving) or 'nothing'}: {bytes_text(self.total_bytes)}>"[:79]
 
     def _repr_html_(self) -> str:
+        return self.words_html() + (self.traffic()._repr_html_() if self.total_bytes else "")
+
+    def words_html(self) -> str:
+        """What becomes of each role, the bytes and the time in all, and whether there is room."""
         roles: Any = self.frame().to_dict("records")
         roles = [row | {"moved_bytes": bytes_text(row["moved_bytes"])} for row in roles]
-        memory: Any = self.memory().set_index("device").map(bytes_text).reset_index().to_dict("records")
-        head = f'<div style="font-size:13px">{escape(str(self))}</div>'
-        shown = head + table(roles, caption=f"{self.old}  \N{RIGHTWARDS ARROW}  {self.new}")
-        shown += table(memory, caption="memory of each device, estimated")
-        return shown + (self.traffic()._repr_html_() if self.total_bytes else "")
+        head = f'<div style="font-size:13px"><b>{SIGNS[self.fits]}</b> {escape(str(self))}</div>'
+        return head + table(roles, caption=f"{self.old}  \N{RIGHTWARDS ARROW}  {self.new}") + self.memory_html()
+
+    def memory_html(self, *, moves: bool = True) -> str:
+        """The memory of each device. The slots of a CPU share the machine's: all together are shown too. moves: whether
+        the change is one."""
+        frame, room = self.memory().set_index("device"), self.capacity_bytes
+        frame.columns = ["before", "while it moves", "after", "at most, computing"]
+        if self.device != "cuda":
+            frame.loc["this machine"] = frame.sum()
+        shown = frame if moves else frame[["after", "at most, computing"]].rename(columns={"after": "held"})
+        rows = [{"device": name, **row.map(bytes_text)} for name, row in shown.iterrows()]
+        whose = "a device" if self.device == "cuda" else "the machine"
+        has = f"; {whose} has {bytes_text(room)}, {bytes_text(self.has_bytes or room)} of it for these" if room else ""
+        caption = f"memory, estimated: models and batches, without what processes need for themselves{has}"
+        return table(rows, caption=caption)
