@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from typing import Any
 
 from workbench.display.html import svg
 from workbench.display.palette import RoleStyle, role_styles
 
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LINE = 168, 44, 34, 14, 8, 19
-
-
-class StageRecord(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def writes(self) -> tuple[str, ...]: ...
-
-
-class GraphRecord(Protocol):
-    """A title and stages, each after those that it takes its input from."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def stages(self) -> Sequence[StageRecord]: ...
-    def edges(self) -> Mapping[str, set[str]]: ...
 
 
 @dataclass(frozen=True)
@@ -47,10 +24,11 @@ class Mark:
     chosen: bool = False
 
 
-def draw(graph: GraphRecord, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
+def draw(graph: Any, marks: Mapping[str, Mark] | None = None, *, live: bool = False) -> str:
     """The graph as html with an svg in it. An arrow: a stage reads columns that another wrote. Below it, the roles'
     colours.
 
+    graph: an algorithm's, see `workbench.algorithms.graph`, with each stage after those that it takes its input from.
     marks: states of stages, by name. live: each of these boxes is a control, whose action is "choose" with the stage's
     name.
     """
@@ -104,7 +82,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
     )
 
 
-def _box(stage: StageRecord, at: tuple[float, float], style: tuple[str, str], mark: Mark | None, live: bool) -> str:
+def _box(stage: Any, at: tuple[float, float], style: tuple[str, str], mark: Mark | None, live: bool) -> str:
     x, y = at
     colour, ink = style
     reads, writes = ", ".join(stage.reads) or "nothing", ", ".join(stage.writes) or "no column"
