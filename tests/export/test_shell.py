@@ -15,7 +15,7 @@ CHANGES = (
     "", "rm x", "ls > files.txt", "ls >> files.txt", "cat a | tee b", "ls && rm x", "ls & rm x", "ls; rm x",
     "ls | rm x",
     "nvidia-smi --gpu-reset", "nvidia-smi -pm 1", "date -s 12:00", "hostname other", "pip install x", "git pull",
-    "git log --output=x", "git", "wb stop mine", "echo $(rm x)", "echo `rm x`", "ls {remove()}", "ls '",
+    "git log --output=x", "git", "wb stop mine", "echo $(rm x)", "echo `rm x`", "ls {remove()}",
     "ls\nrm x", "ls |",
     "(rm x)", "A=1 ls", "cat <(rm x)", "python train.py", "ls 2> errors.txt",
 )  # fmt: skip
