@@ -105,7 +105,7 @@ def response(view: Samples, looked: Looked, *, live: bool) -> str:
     # one scale for the rows of a page, so that their colours compare
     of_page = [one.columns[colour] for one in looked.page if colour in one.columns]
     scale = scale_of(colour, [looked.columns[colour], *of_page])
-    parts, same = [legend(scale, colour, MEANINGS.get(colour, ""))], -1
+    parts, same = [scale.legend(colour, MEANINGS.get(colour, ""))], -1
     boxes = [
         _box(f"{looked.rows.name}, row {sample.row}", tokens(view, sample, looked.columns, colour, scale, window, live))
     ]
@@ -229,17 +229,3 @@ def scale_of(name: str, values: Sequence[Tensor]) -> Scale:
 def number(value: float) -> str:
     """Six digits, with a sign that is as wide as a plus."""
     return "none" if math.isnan(value) else f"{value:.6g}".replace("-", "\N{MINUS SIGN}")
-
-
-def legend(scale: Scale, title: str, meaning: str) -> str:
-    """A line with the scale's colours, and the number of each."""
-    places = (-1.0, -0.5, 0.0) if scale.kind == "sequential" else (-1.0, -0.5, 0.0, 0.5, 1.0)
-    ends = {-1.0: "\N{LESS-THAN OR EQUAL TO} ", 1.0: "\N{GREATER-THAN OR EQUAL TO} "}
-    boxes = "".join(
-        f'<span style="padding:1px 7px;border:1px solid color-mix(in srgb,currentColor 25%,transparent);'
-        f'background:{scale.colour(scale.at(place)) or "transparent"}">{ends.get(place, "")}'
-        f"{f'{scale.at(place):.3g}'.replace('-', chr(0x2212))}</span>"
-        for place in places
-    )
-    told = f' <span style="opacity:.75">{escape(meaning)}</span>' if meaning else ""
-    return f'<div style="font-size:12px;margin:3px 0"><b>{escape(title)}</b> {boxes}{told}</div>'

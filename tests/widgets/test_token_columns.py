@@ -9,7 +9,7 @@ import torch
 
 from workbench.display.palette import Scale
 from workbench.objectives.losses import ppo_loss
-from workbench_widgets.sample_pictures import legend, number, scale_of, token
+from workbench_widgets.sample_pictures import number, scale_of, token
 from workbench_widgets.sample_rows import Sample, beside_columns, common, token_texts, up_to
 
 LOW, HIGH = 0.2, 0.28
@@ -94,7 +94,7 @@ def test_a_scale_is_as_wide_as_its_numbers() -> None:
     assert scale_of("values", [outlier]).limit == 1.0
     assert scale_of("values", [torch.tensor([math.nan, math.inf])]).limit == 1.0
     assert scale_of("values", [torch.zeros(5)]).limit == 1.0
-    told = legend(Scale(kind="diverging", limit=0.5), "kl", "nats")
+    told = Scale(kind="diverging", limit=0.5).legend("kl", "nats")
     assert "≤ −0.5" in told and "≥ 0.5" in told and "nats" in told
 
 

@@ -11,6 +11,7 @@ from workbench.display.html import picture_id
 from workbench.display.palette import Scale
 
 LONG = 240  # characters of a turn that are shown before it is folded
+SIGNS = "▶ here · ✎ by hand, not trained · ∎ over · ✂ cut · thick edge: the branch"
 LINE = "color-mix(in srgb,currentColor 20%,transparent)"
 
 
@@ -47,7 +48,8 @@ def tree_picture(turns: Sequence[TurnPicture], title: str, *, search: str = "", 
     most = max((abs(turn.advantage) for turn in turns if turn.advantage is not None), default=0.0)
     scale = Scale(kind="diverging", limit=most)
     key = picture_id(title + "".join(turn.text for turn in found))
-    head = f'<div style="font-weight:600">{escape(title)}</div>{_legend(scale)}'
+    head = f'<div style="font-weight:600">{escape(title)}</div>'
+    head += f'<div style="font-size:12px;opacity:.75">{SIGNS}</div>{scale.legend("advantage") if most else ""}'
     hidden = len(turns) - len(found)
     left_out = f'<div style="opacity:.7">{hidden} turns of other branches do not have this text</div>' if hidden else ""
     reached = next((turn for turn in found if turn.here), found[0] if found else None)
@@ -129,15 +131,3 @@ def _answer(turn: TurnPicture, key: str) -> str:
     )
     summary = f"<summary>⟦{by}: {escape(short)}⟧</summary>"
     return f'<details data-key="{key}-answer" style="margin-left:1.6em;opacity:.8">{summary}{body}</details>'
-
-
-def _legend(scale: Scale) -> str:
-    told = "▶ here · ✎ by hand, not trained · ∎ over · ✂ cut · thick edge: the branch"
-    if not scale.limit:
-        return f'<div style="font-size:12px;opacity:.75">{told}</div>'
-    boxes = "".join(
-        f'<span style="padding:1px 7px;background:{scale.colour(place) or "transparent"};border:1px solid {LINE}">'
-        f"{place:+.3g}</span>"
-        for place in (-scale.limit, 0.0, scale.limit)
-    )
-    return f'<div style="font-size:12px"><span style="opacity:.75">{told} · advantage</span> {boxes}</div>'

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from workbench.display.html import bytes_text, folded, numbers_table, svg
+from workbench.display.html import bytes_text, folded, legend, numbers_table, svg
 from workbench.display.palette import RoleStyle, role_styles
 from workbench.telemetry.memory import MemoryReading
 
@@ -90,7 +89,14 @@ def _svg(shown: DeviceMap) -> str:
     scale = max((sum(held.values()) for box in shown.boxes for held in box.held.values()), default=0) or 1
     columns = min(COLUMNS, max(1, len(shown.boxes)))
     height = HEAD + LINE * max((len(box.held) for box in shown.boxes), default=0) + PAD
-    parts, y = [], 34
+    used = {use.replace("_", " ") for box in shown.boxes for held in box.held.values() for use, n in held.items() if n}
+    shades = [
+        (use, f'fill="currentColor" fill-opacity="{opacity}" stroke="currentColor" stroke-opacity=".4"', "", "")
+        for use, opacity in USES.items() if use in used and use != "batches"
+    ]  # fmt: skip
+    width = columns * (WIDTH + GAP) - GAP
+    names, y = legend(shades, width, 18)
+    parts = [names]
     for machine, group in groupby(shown.boxes, key=lambda box: box.machine):
         if machine:
             y += NAMED
@@ -102,25 +108,8 @@ def _svg(shown: DeviceMap) -> str:
             for line, (role, held) in enumerate(box.held.items()):
                 parts.append(_bar(role, held, styles[role].colour, left + PAD, top + HEAD + line * LINE, scale))
         y += -(-len(there) // columns) * (height + GAP)
-    used = {use.replace("_", " ") for box in shown.boxes for held in box.held.values() for use, n in held.items() if n}
-    legend, needed = _legend(used)
-    width, tall = max(columns * (WIDTH + GAP) - GAP, math.ceil(needed)), y
     title = f'<text x="0" y="12" fill="currentColor" font-weight="600">{escape(shown.what)}</text>'
-    return svg(f"{title}{legend}{''.join(parts)}", width, tall, f"{shown.what}: {len(shown.boxes)} devices")
-
-
-def _legend(used: set[str]) -> tuple[str, float]:
-    """What the shades mean, and how wide that is."""
-    parts, x = [], 0.0
-    for use, opacity in USES.items():
-        if use in used and use != "batches":
-            parts.append(
-                f'<rect x="{x:g}" y="19" width="10" height="9" fill="currentColor" fill-opacity="{opacity}" '
-                f'stroke="currentColor" stroke-opacity=".4"/>'
-                f'<text x="{x + 14:g}" y="27" fill="currentColor" font-size="10">{escape(use)}</text>'
-            )
-            x += 26 + 5.6 * len(use)
-    return "".join(parts), x
+    return svg(f"{title}{''.join(parts)}", width, y, f"{shown.what}: {len(shown.boxes)} devices")
 
 
 def _box(box: DeviceBox, x: float, y: float, height: float) -> str:

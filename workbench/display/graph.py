@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from workbench.display.html import svg
-from workbench.display.palette import RoleStyle, role_styles
+from workbench.display.html import legend, svg
+from workbench.display.palette import role_styles
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LINE = 168, 44, 34, 14, 8, 19
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 44, 34, 14, 8
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,12 @@ def draw(graph: Any, marks: Mapping[str, Mark] | None = None, *, live: bool = Fa
         boxes += _box(stage, place[stage.name], style, (marks or {}).get(stage.name), live)
     width = 2 * MARGIN + (1 + max(depth.values())) * (WIDTH + GAP_X) - GAP_X
     bottom = 2 * MARGIN + (1 + max(rows.values())) * (HEIGHT + GAP_Y) - GAP_Y
-    legend, height = _legend(styles, width, bottom)
+    roles = [(role, f'fill="{style.colour}"', "", "") for role, style in styles.items()]
+    names, height = legend(roles, width, bottom + 4)
     label = f"{graph.title}: " + ", ".join(f"{stage.name} on {stage.role}" for stage in graph.stages)
-    picture = svg(f"{arrows}{boxes}{legend}", width, height, label, role="group" if live else "img", font="12px")
+    picture = svg(f"{arrows}{boxes}{names}", width, height, label, role="group" if live else "img", font="12px")
     caption = f'<div style="font-size:13px;font-weight:600;padding:2px 4px">Dataflow of {escape(graph.title)}</div>'
     return f'<div style="overflow-x:auto">{caption}{picture}</div>'
-
-
-def _legend(styles: Mapping[str, RoleStyle], width: float, top: float) -> tuple[str, float]:
-    """Which colour is which role, in lines below the graph; and how high all is then."""
-    parts, x, y = [], float(MARGIN), top + 4
-    for role, style in styles.items():
-        wide = 26 + 7 * len(role)
-        if x > MARGIN and x + wide > width - MARGIN:
-            x, y = float(MARGIN), y + LINE
-        parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="14" height="14" rx="3" fill="{style.colour}"/>'
-            f'<text x="{x + 19:g}" y="{y + 11:g}" fill="currentColor">{escape(role)}</text>'
-        )
-        x += wide + 10
-    return f'<g data-legend="">{"".join(parts)}</g>', y + LINE
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -85,6 +85,28 @@ def svg(inner: str, width: float, height: float, label: str, *, role: str = "img
         f'height="{height:g}" role="{role}" aria-label="{escape(label)}" '
         f'style="font:{font} system-ui,sans-serif">{inner}</svg>'
     )
+
+
+def text(text: str) -> str:
+    """Escaped, and without the control characters that XML does not allow."""
+    return escape("".join(character for character in text if character.isprintable() or character == "\n"))
+
+
+def legend(entries: Iterable[tuple[str, str, str, str]], width: float, y: float) -> tuple[str, float]:
+    """Boxes with words behind them, in lines from y on; and where these end. entries: the words, the attributes of the
+    box, and a letter in it with its colour."""
+    parts, x = list[str](), 4.0
+    for words, look, letter, ink in entries:
+        needed = 36 + 7 * len(words)
+        if x > 4 and x + needed > width:
+            x, y = 4.0, y + 20
+        parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="16" height="14" rx="2" {look}/>'
+            f'<text x="{x + 8:g}" y="{y + 11:g}" text-anchor="middle" font-size="11" font-weight="700" fill="{ink}">'
+            f'{text(letter)}</text><text x="{x + 21:g}" y="{y + 11:g}" fill="currentColor">{text(words)}</text>'
+        )
+        x += needed
+    return f'<g data-legend="">{"".join(parts)}</g>', y + 20
 
 
 def kv(pairs: Mapping[str, Any], *, caption: str = "") -> str:

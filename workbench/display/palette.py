@@ -10,6 +10,7 @@ import math
 from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 WHITE, BLACK = "#ffffff", "#111111"
@@ -94,3 +95,16 @@ class Scale:
         strength = 0 if math.isnan(place) else round(abs(place) * STRONGEST * 255)
         hue = UNLIKELY if self.kind == "sequential" else BELOW if place < 0 else ABOVE
         return f"{hue}{strength:02x}" if strength else ""
+
+    def legend(self, title: str, meaning: str = "") -> str:
+        """A line with the colours, and the number of each."""
+        places = (-1.0, -0.5, 0.0) if self.kind == "sequential" else (-1.0, -0.5, 0.0, 0.5, 1.0)
+        ends = {-1.0: "\N{LESS-THAN OR EQUAL TO} ", 1.0: "\N{GREATER-THAN OR EQUAL TO} "}
+        boxes = "".join(
+            f'<span style="padding:1px 7px;border:1px solid color-mix(in srgb,currentColor 25%,transparent);'
+            f'background:{self.colour(self.at(place)) or "transparent"}">{ends.get(place, "")}'
+            f"{f'{self.at(place):.3g}'.replace('-', chr(0x2212))}</span>"
+            for place in places
+        )
+        told = f' <span style="opacity:.75">{escape(meaning)}</span>' if meaning else ""
+        return f'<div style="font-size:12px;margin:3px 0"><b>{escape(title)}</b> {boxes}{told}</div>'

@@ -10,12 +10,11 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from workbench.display.html import bytes_text, seconds_text
+from workbench.display.html import bytes_text, legend, seconds_text, text
 from workbench.display.idle import CAUSES, UNCALLED, Gaps, Lane
 from workbench.display.lanes import Bar, Folding
 from workbench.display.palette import AS_PREDICTED, ERROR_STYLES, RoleStyle, error_style, role_styles
@@ -162,7 +161,7 @@ class Drawing:
 
     # --- frame --------------------------------------------------------------------------------------------------------
 
-    def _legend(self) -> tuple[str, int]:
+    def _legend(self) -> tuple[str, float]:
         """What is in the picture, by colour, letter and hatch; and its height."""
         roles = {bar.row["role"] for bar in self.bars}
         kinds = {bar.row["kind"] for bar in self.bars if bar.row["parent"] or bar.row["kind"] == "transfer"}
@@ -179,24 +178,12 @@ class Drawing:
             if kind in kinds
         ]
         if any(bar.level == 3 for bar in self.bars):
-            entries.append((QUEUE_LABEL, f'fill="{ON_ANY_GROUND}"', "", ""))
+            entries.append((QUEUE_LABEL, 'fill="none"', "\N{BOX DRAWINGS HEAVY HORIZONTAL}", ON_ANY_GROUND))
         for number, cause in enumerate(CAUSES):
             if (self.gaps.cause[self.shown_gaps] == number).any():
                 fill = f'fill="{self.pattern(cause.column, ON_ANY_GROUND)}" opacity=".6"'
                 entries.append((cause.words, fill, cause.letter, "currentColor"))
-        parts, x, y = list[str](), 4.0, 4
-        for name, fill, letter, ink in entries:
-            needed = 22 + CHAR * len(name) + 14
-            if x > 4 and x + needed > self.width:
-                x, y = 4.0, y + 20
-            top, height = (y + 6, QUEUE_LINE) if name == QUEUE_LABEL else (y, 14)
-            parts.append(f'<rect x="{x:.1f}" y="{top}" width="16" height="{height}" rx="2" {fill}/>')
-            if letter:
-                place = f'x="{x + 8:.1f}" y="{y + 11}" text-anchor="middle"'
-                parts.append(f'<text {place} font-size="11" font-weight="700" fill="{ink}">{text(letter)}</text>')
-            parts.append(f'<text x="{x + 21:.1f}" y="{y + 11.5}">{text(name)}</text>')
-            x += needed
-        return "".join(parts), y + 26
+        return legend(entries, self.width, 4)
 
     def _head(self, lane: Lane, times: Mapping[str, Any], y: float) -> str:
         """The name of a lane, and the share of the time in which it was idle."""
@@ -338,11 +325,6 @@ def hover_text(row: Mapping[str, Any], zero_s: float) -> str:
 
 def percent(part_s: float, window_s: float) -> str:
     return f"{part_s / window_s:.0%}".replace("%", " %") if window_s > 0 else "0 %"
-
-
-def text(text: str) -> str:
-    """Escaped, and without the control characters that XML does not allow."""
-    return escape("".join(character for character in text if character.isprintable() or character == "\n"))
 
 
 def _percent(share: float) -> str:
