@@ -19,7 +19,6 @@ from workbench.support.files import path_of
 from workbench.telemetry.store import json_rows
 
 METRICS, SETTINGS, EVENTS = Path("metrics.jsonl"), Path("settings.jsonl"), Path("events.jsonl")
-LIMIT_BYTES = 512 * 2**20  # of a file
 TAIL_BYTES = 256 * 2**10  # of the metrics and events, from their end: the last iteration lies in it
 X = ("samples", "tokens", "seconds")  # columns of `RunFolder.series` that count up
 ROWS, TIME, ITERATION = "rows", "time_s", "iteration"
@@ -171,7 +170,7 @@ class RunFolder:
     def _rows(self, name: Path, *, tail: int | None = None) -> list[dict[str, Any]]:
         """The rows of a file; lines that hold no row are left out."""
         try:
-            with files.opened(self.folder / name, limit=LIMIT_BYTES) as file:
+            with files.opened(self.folder / name) as file:
                 size = os.fstat(file.fileno()).st_size
                 skipped = max(0, size - tail) if tail is not None else 0
                 file.seek(skipped)

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from workbench.controller import Workbench
 
 
-LIMIT_BYTES = 64 * 2**20
-
-
 @dataclass(frozen=True)
 class TrialKey:
     """arm, seed; digest: of the arm's settings and the function that trains, so that a trial of other code counts for
@@ -97,33 +94,27 @@ class Ledger:
 
     def ended(self, key: TrialKey) -> Ended | None:
         """What a trial gave, if it is over."""
-        rows = [row for row in self._rows(key) if row.get("event") == "ended"]
-        if not rows or not isinstance(score := rows[-1].get("score"), int | float) or not math.isfinite(score):
-            return None
-        row = rows[-1]
-        return Ended(float(row["score"]), float(row.get("seconds") or 0.0), str(row.get("run", "")))
+        rows = [row for row in self._rows(key) if row["event"] == "ended"]
+        return Ended(rows[-1]["score"], rows[-1]["seconds"], rows[-1]["run"]) if rows else None
 
     def left_behind(self, key: TrialKey) -> list[Path]:
         """The run folders of a trial that has begun and not ended, oldest first."""
-        return [Path(str(row["folder"])) for row in self._rows(key) if row.get("event") == "begun" and "folder" in row]
+        return [Path(row["folder"]) for row in self._rows(key) if row["event"] == "begun"]
 
     def of_other_code(self, keys: Mapping[tuple[str, int], TrialKey]) -> int:
         """Trials of these arms and seeds that ended with other settings, or another function."""
-        ended = [row for row in self._all() if row["event"] == "ended"]
-        found = {(str(row.get("arm")), int(row.get("seed", -1)), row.get("digest")) for row in ended}
+        found = {(row["arm"], row["seed"], row["digest"]) for row in self._all() if row["event"] == "ended"}
         ours = {(key.arm, key.seed, key.digest) for key in keys.values()}
         return sum((arm, seed) in keys for arm, seed, _ in found - ours)
 
     def _rows(self, key: TrialKey) -> list[dict[str, Any]]:
-        named = vars(key)
-        return [row for row in self._all() if all(row.get(name) == value for name, value in named.items())]
+        return [row for row in self._all() if vars(key).items() <= row.items()]
 
     def _all(self) -> list[dict[str, Any]]:
         try:
-            rows = json_rows(files.read_bytes(self.path, limit=LIMIT_BYTES))
+            return json_rows(files.read_bytes(self.path))
         except FileNotFoundError:
             return []
-        return [row for row in rows if row.get("event") in ("begun", "ended") and type(row.get("seed")) is int]
 
     def _append(self, row: Mapping[str, Any], key: TrialKey) -> None:
         files.private_folder(self.path.parent)

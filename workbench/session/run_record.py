@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from workbench.data.prompt_stream import PromptStream
 
 RUN_FILE, FORMAT = Path("run.json"), 1
-LIMIT_BYTES = 8 * 2**20
 SOURCE_CHARACTERS = 20_000  # of a function
 POSITION = ("position", "place", "counts", "epoch")  # of prompts: where they are, not what they are
 
@@ -111,7 +110,7 @@ def read_run_record(run_folder: Path) -> RunRecord | None:
     """The record of a run folder; None where it has none, as after a kernel that ended while it opened. Raises
     `BadInput` for a file that is not JSON, or that has another format."""
     try:
-        found = files.read_json(run_folder / RUN_FILE, limit=LIMIT_BYTES)
+        found = files.read_json(run_folder / RUN_FILE)
     except FileNotFoundError:
         return None
     if (wrote := found.get("format")) != FORMAT:

@@ -51,7 +51,6 @@ MANIFEST = "checkpoint.json"
 AUTOMATIC = "checkpoints"  # in a run folder
 STALE_S = 3600.0
 PARTS = {"roles", "made", "buffer", CONTROLLER, RANDOM, LEDGER, MANIFEST}  # what a checkpoint's folder holds
-MANIFEST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def write_manifest(
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; `BadInput` where its manifest is none, or of another format."""
     try:
-        values = files.read_json(folder / MANIFEST, limit=MANIFEST_BYTES)
+        values = files.read_json(folder / MANIFEST)
     except FileNotFoundError as error:
         raise BadInput(f"{str(folder / MANIFEST)!r} cannot be read", str(error), "use another checkpoint") from error
     if (wrote := values.get("format") if isinstance(values, dict) else None) != FORMAT:
