@@ -112,8 +112,7 @@ class Stepper(View):
     def depends_on(self) -> Hashable:
         records = self._calls()
         runs = tuple((r.run, r.state, r.done_units) for r in records)
-        made = () if self.algorithm is None else tuple(self.algorithm.made)
-        changes = self.lab.runner.live.count
+        made, changes = tuple(self._made()), self.lab.runner.live.count
         return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), self._drawn, changes
 
     def controls(self) -> str:
@@ -212,7 +211,7 @@ class Stepper(View):
         algorithm = self.algorithm
         # of one that has not begun, no stage has run: what cells called in this iteration is not its own
         records = {} if algorithm is not None and not algorithm.iteration else self._records()
-        made = {} if algorithm is None else algorithm.made
+        made = self._made()
         following = "" if algorithm is None else algorithm.next_stage
         marks = {}
         for stage in graph.stages:
@@ -323,7 +322,7 @@ class Stepper(View):
     def _fitting(self) -> list[str]:
         """Algorithms that this workbench can run, with their fields as they come."""
         roles = tuple(self.lab.groups)
-        if self._fit[0] != roles:
+        if self._fit[0] != roles:  # to make them all takes a while
             draw = [name for name in ALGORITHMS if {"prompts", "sampling"} <= set(_fields(name))]
             self._fit = (roles, [name for name in draw if fits(name, self.lab, self.algorithm)])
         return self._fit[1]

@@ -87,10 +87,7 @@ class TrafficView(View):
 
     def _strategies(self) -> str:
         """The strategies side by side, for the actor's layouts as they are."""
-        if self.kind not in ("weights", ""):
-            return ""
-        plans = self.lab.sync_plans()
-        if not len(plans):
+        if self.kind not in ("weights", "") or not len(plans := self.lab.sync_plans()):
             return ""
         rows = [
             {

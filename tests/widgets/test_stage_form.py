@@ -38,13 +38,12 @@ NOT_EVALUATED: list[str] = [
     "a b",
     "",
     "[x for x in (1,)]",
-    "9" * 3000,
 ]
 
 
 def test_nothing_is_evaluated(subtests: pytest.Subtests) -> None:
     for text in NOT_EVALUATED:
-        with subtests.test(text), expect_error(BadInput, value="clip=", rule="(must be data|at most 2,000)"):
+        with subtests.test(text), expect_error(BadInput, value="clip=", rule="must be data"):
             value_of(text, "clip")
 
 

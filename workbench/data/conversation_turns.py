@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,18 +148,14 @@ def resume(
 def _run(calls: Generator[Any, Any, None]) -> Any:
     """Make calls one after the other: at once, or, from the first coroutine on, in a coroutine."""
     value = None
-    try:
+    with suppress(StopIteration):
         while True:
             value = calls.send(value)
             if inspect.isawaitable(value):
                 return _awaited(calls, value)
-    except StopIteration:
-        return None
 
 
 async def _awaited(calls: Generator[Any, Any, None], value: Any) -> None:
-    try:
+    with suppress(StopIteration):
         while True:
             value = calls.send(await value if inspect.isawaitable(value) else value)
-    except StopIteration:
-        return

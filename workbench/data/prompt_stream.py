@@ -69,25 +69,20 @@ def _rows(called: str, found: Any, ledger: pd.DataFrame, n: int, seed: tuple[int
     """By their index, in order."""
     if isinstance(found, pd.DataFrame):
         found = found.index
-    if isinstance(found, pd.Series):
-        _check_known(called, found.index, ledger)
-        if found.index.has_duplicates:
-            raise _wrong(called, "a Series that has a row twice")
-        found = found.reindex(ledger.index)
-        if pd.api.types.is_bool_dtype(found.dropna().infer_objects().dtype):
-            return list(ledger.index[(found == True).to_numpy()])  # noqa: E712 (NaN is False)
-        return _by_weight(called, found, n, seed)
-    if isinstance(found, pd.Index | list | tuple | np.ndarray):
-        rows = pd.Index(np.asarray(found, dtype=object) if isinstance(found, list | tuple) else found)
-        _check_known(called, rows, ledger)
-        return list(rows)
-    raise _wrong(called, shown(found))
-
-
-def _check_known(called: str, rows: pd.Index, ledger: pd.DataFrame) -> None:
+    if not isinstance(found, pd.Series | pd.Index | list | tuple | np.ndarray):
+        raise _wrong(called, shown(found))
+    rows = found.index if isinstance(found, pd.Series) else pd.Index(found, dtype=object)
     known = rows.isin(ledger.index) if rows.nlevels == 1 else np.zeros(len(rows), bool)
     if not known.all():
         raise _wrong(called, f"a row {shown(rows[int(np.argmin(known))])} that the ledger does not have")
+    if not isinstance(found, pd.Series):
+        return list(rows)
+    if rows.has_duplicates:
+        raise _wrong(called, "a Series that has a row twice")
+    found = found.reindex(ledger.index)
+    if pd.api.types.is_bool_dtype(found.dropna().infer_objects().dtype):
+        return list(ledger.index[(found == True).to_numpy()])  # noqa: E712 (NaN is False)
+    return _by_weight(called, found, n, seed)
 
 
 def _by_weight(called: str, weights: pd.Series, n: int, seed: tuple[int, ...]) -> list[Any]:

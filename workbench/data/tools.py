@@ -54,10 +54,6 @@ class _WrongCall(ValueError):
     """A call of the model that cannot be made."""
 
 
-class _Late(Exception):
-    """A tool is past its time."""
-
-
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call.
@@ -253,7 +249,7 @@ class ToolConversation:
             call = functools.partial(tool.function, **arguments)
             result = call() if inspect.iscoroutinefunction(call) else await _in_thread(call, seconds)
             return await _within(seconds, asyncio.ensure_future(result)) if inspect.isawaitable(result) else result
-        except _Late:
+        except TooLong:
             raise ToolFailed(f"{tool.name} took more than {seconds:g} s") from None
         except Exception as error:
             raise ToolFailed(f"{tool.name} raised {type(error).__name__}: {plain_text(str(error))}") from error
@@ -274,10 +270,10 @@ def as_text(name: str, result: Any) -> str:
 
 
 async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
-    """The result of a future, which is cancelled after so many seconds. Raises `_Late` then."""
+    """The result of a future, which is cancelled after so many seconds. Raises `TooLong` then."""
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
-            raise _Late
+            raise TooLong
         value, error = _outcome(future.result)
         if error is not None:
             raise error
@@ -287,7 +283,7 @@ async def _within(seconds: float, future: asyncio.Future[Any]) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives that is made in a thread of its own. Raises `_Late` after so many seconds; the call is then
+    """What a call gives that is made in a thread of its own. Raises `TooLong` after so many seconds; the call is then
     ended as soon as it comes back to Python."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

@@ -112,25 +112,14 @@ class History:
         return made[what]
 
     def _make_sync_plans(self) -> pd.DataFrame:
-        rows = []
         generation = self._groups.by_role["actor"].spec.generation if "actor" in self._groups.by_role else None
         in_use = generation.strategy if generation is not None else None
-        for strategy in SYNC_STRATEGIES:
-            plan = self._transition(strategy)
-            if plan is None:
-                continue
-            figures = plan.figures()
-            rows.append(
-                {
-                    "strategy": strategy,
-                    "in_use": strategy == in_use,
-                    "moved_bytes": int(figures.received.sum()),
-                    "least_bytes": self._least_sync_bytes(),
-                    "received_bytes": int(figures.received.max()),
-                    "peak_parameter_bytes": int(figures.peak_parameter.max()),
-                    "kept_twice_bytes": int(figures.kept_twice.max()),
-                }
-            )
+        plans = {strategy: plan.figures() for strategy in SYNC_STRATEGIES if (plan := self._transition(strategy))}
+        rows = [
+            (strategy, strategy == in_use, int(plan.received.sum()), self._least_sync_bytes(),
+             int(plan.received.max()), int(plan.peak_parameter.max()), int(plan.kept_twice.max()))
+            for strategy, plan in plans.items()
+        ]  # fmt: skip
         columns = ["strategy", "in_use", "moved_bytes", "least_bytes", "received_bytes", "peak_parameter_bytes"]
         return pd.DataFrame(rows, columns=[*columns, "kept_twice_bytes"])
 
@@ -140,14 +129,10 @@ class History:
         from workbench.workers.weight_transition import plan_of, trained_slices
 
         actor = self._groups.by_role.get("actor")
-        if (
-            actor is None
-            or ROLLOUT in self._groups.by_role
-            or (slices := trained_slices(actor.spec, actor.layout)) is None
-        ):
+        if actor is None or ROLLOUT in self._groups.by_role:
             return None
-        spec = actor.spec
-        if spec.generation is None:
+        spec, slices = actor.spec, trained_slices(actor.spec, actor.layout)
+        if slices is None or spec.generation is None:
             return None
         assert spec.name is not None
         assert spec.dtype is not None
