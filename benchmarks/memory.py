@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from workbench.engines.communicator import Communicator, parallel_groups
 from workbench.engines.training import Pass, make_training_engine
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
 from workbench.models.lora import LoRA, add_lora
@@ -29,7 +30,6 @@ from workbench.placement.memory import rank_memory
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.training import Training
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator, parallel_groups
 
 if TYPE_CHECKING:
     import pandas as pd

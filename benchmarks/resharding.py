@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.engines.training_ranks import run_ranks  # noqa: E402
+from workbench.engines.communicator import Communicator  # noqa: E402
 from workbench.placement import Layout  # noqa: E402
 from workbench.resharding.engine import ReshardingEngine  # noqa: E402
 from workbench.resharding.strategies import STRATEGIES, plan_transition  # noqa: E402
 from workbench.resharding.weights import ModelWeights, model_weights  # noqa: E402
 from workbench.telemetry import Recorder  # noqa: E402
-from workbench.workers.communicator import Communicator  # noqa: E402
 
 LAYOUTS = {2: Layout(1, 2, 1, 1, 1), 4: Layout(1, 4, 1, 1, 2), 8: Layout(1, 4, 2, 1, 2)}
 

@@ -22,12 +22,12 @@ from tests.engines.training_ranks import (
     train,
     weights,
 )
+from workbench.engines.communicator import Communicator, parallel_groups
 from workbench.engines.training import ParallelGroups, TrainingEngine, make_training_engine
 from workbench.errors import BadInput
 from workbench.models.heads import PackedModule, TokenLogProbs, TokenValues
 from workbench.placement import Layout
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator, parallel_groups
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,  # two tensor ranks have 49 and 48 rows

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tests.engines.training_ranks import (
     CPU,
-    Alone,
-    Gloo,
     asked,
+    everyone,
     loss_now,
     make_engine,
     negative_log_likelihood,
@@ -187,9 +186,9 @@ def recomputed(kind: str) -> dict[str, bool]:
 
 
 def unequal_start() -> str:
-    module = TokenLogProbs(tiny_model(seed=Gloo().rank))
+    module = TokenLogProbs(tiny_model(seed=everyone().rank))
     try:
-        TorchEngine(module, Training(), Gloo(), device=CPU, dtype=torch.float32)
+        TorchEngine(module, Training(), everyone(), device=CPU, dtype=torch.float32)
     except BadInput as error:
         return str(error)
     return "accepted"
@@ -262,7 +261,7 @@ def test_clipping(limit: float) -> None:
 
 
 def test_untrained_module_is_only_run() -> None:
-    engine = TorchEngine(TokenLogProbs(tiny_model()), None, Alone(), device=CPU, dtype=torch.bfloat16)
+    engine = TorchEngine(TokenLogProbs(tiny_model()), None, everyone(), device=CPU, dtype=torch.bfloat16)
     assert {weight.dtype for weight in weights(engine).values()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.float32}, "rotary frequencies stay exact"
     assert not loss_now(engine, negative_log_likelihood(sequences(0))).requires_grad

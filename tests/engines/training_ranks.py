@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from workbench.engines.communicator import Communicator
 from workbench.engines.training import Pass, TrainingEngine
 from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
 from workbench.engines.training.torch_engine import TorchEngine
 from workbench.models.heads import TokenLogProbs, TokenValues
 from workbench.settings.training import Training
+from workbench.telemetry import Recorder
 
 CPU = torch.device("cpu")
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3")
@@ -36,31 +38,10 @@ TEMPERATURE = 0.7
 DEEPSPEED = ("deepspeed.runtime.zero.muon.original_muon",)
 
 
-class Gloo:
-    """The collectives of the default process group."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor
-
-
-class Alone:
-    """A world of one, without torch.distributed."""
-
-    rank, world_size = 0, 1
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        return tensor
+def everyone() -> Communicator:
+    """Of the default process group; without one, of this process alone."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Communicator(rank, ranks, Recorder())
 
 
 def tiny_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
@@ -100,9 +81,8 @@ def make_engine(
     kind: str, dtype: torch.dtype = torch.float32, *, module: Any = None, tied: bool = True, **changes: Any
 ) -> TrainingEngine:
     engine = TorchEngine if kind == "torch" else DeepSpeedEngine
-    communicator = Gloo() if dist.is_initialized() else Alone()
     module = TokenLogProbs(tiny_model(tied=tied), micro_batch_tokens=1024) if module is None else module
-    return engine(module, settings(kind, **changes), communicator, device=CPU, dtype=dtype)
+    return engine(module, settings(kind, **changes), everyone(), device=CPU, dtype=dtype)
 
 
 def negative_log_likelihood(batch: list[Tensor]) -> Pass:

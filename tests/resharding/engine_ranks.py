@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.resharding.counting import Held, generation_ranks
+from workbench.engines.communicator import Communicator
 from workbench.placement import Layout
 from workbench.resharding.engine import ReshardingEngine
 from workbench.resharding.plan import Distribution, Plan, Reshard
 from workbench.resharding.strategies import STRATEGIES, plan_sync, plan_transition
 from workbench.resharding.weights import ModelWeights
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
 from workbench.workers.weight_transition import WeightTransition
 
 

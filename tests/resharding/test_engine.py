@@ -11,13 +11,13 @@ from transformers import LlamaConfig, Qwen2Config
 
 from tests.engines.training_ranks import run_ranks
 from tests.resharding.engine_ranks import Case, four_ranks, syncs, transitions
+from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.placement import Layout
 from workbench.resharding.engine import ReshardingEngine
 from workbench.resharding.strategies import plan_transition
 from workbench.resharding.weights import ModelWeights, Part, Weight, model_weights
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
 
 
 def nothing_wrong(found: list[dict[str, list[str]]], cases: int) -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.engines.training_ranks import ENGINES, make_engine, run_ranks, weights
 from workbench.batches.columns import Ragged
+from workbench.engines.communicator import Communicator
 from workbench.engines.training import Pass
 from workbench.messages.shards import Shard
 from workbench.objectives.aggregation import aggregate, denominator
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
 from workbench.workers.micro_batches import MicroBatch, Scatter, cut, each_minibatch, split
 
 ALONE = Communicator(0, 1, Recorder())

@@ -13,7 +13,7 @@ import torch
 
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
-from tests.engines.training_ranks import Alone, run_ranks
+from tests.engines.training_ranks import everyone, run_ranks
 from tests.expected import expect_error
 from tests.workers.mask_ranks import Masked, masked_shard, run_masked
 from workbench.batches.columns import Ragged
@@ -287,7 +287,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     worker_module = TokenLogProbs(load_causal_lm(TINY)).double()
     shard = masked_shard([0, 1])
     mask = SamplingMask(shard.ragged(MASK_COLUMNS[0]), shard.ragged(MASK_COLUMNS[1]))
-    ((micro,),) = each_minibatch(shard, 1000, Alone(), torch.device("cpu"))
+    ((micro,),) = each_minibatch(shard, 1000, everyone(), torch.device("cpu"))
 
     def objective() -> torch.Tensor:
         log_probs, entropy = worker_module(**micro.scored(0.7, with_entropy=True, sets=mask.sets))

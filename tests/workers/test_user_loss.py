@@ -20,11 +20,11 @@ from tests.engines.training_ranks import run_ranks
 from tests.expected import expect_error
 from tests.workers.update_ranks import Case, ppo_by_hand, run_cases, squared_by_hand
 from workbench.batches.columns import Ragged, Table
+from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput, StageError, UnknownColumn
 from workbench.messages.metrics import Mean
 from workbench.messages.shards import Shard
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
 from workbench.workers.micro_batches import each_minibatch, on_host
 from workbench.workers.user_loss import reported
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
+from workbench.engines.communicator import Communicator
 from workbench.errors import SyncError
 from workbench.messages.calls import HostInfo
 from workbench.messages.shards import Shard
@@ -19,7 +20,6 @@ from workbench.placement import Layout
 from workbench.settings.engines import Generation
 from workbench.settings.training import Training
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator
 from workbench.workers.roles import actor, hybrid
 from workbench.workers.roles.critic import CriticWorker
 from workbench.workers.weight_exchange import WeightExchange

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.turns import answer_lengths, contexts_of, ends_of_turns
+from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.messages.metrics import Max, Mean, Metrics
 from workbench.messages.shards import Shard
@@ -44,7 +45,6 @@ from workbench.objectives.kl import KLKind
 from workbench.objectives.turns import fixed_ends, macro_gae, perplexity_ends, random_ends, turn_gae, turn_reinforce
 from workbench.support.seeds import derive_seed
 from workbench.support.validation import PositiveInt
-from workbench.workers.communicator import Communicator
 from workbench.workers.sampling_mask import check_correctable
 from workbench.workers.user_estimator import REWARD, Signal, estimated, reads_greedy
 from workbench.workers.user_loss import UserFunction

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from workbench.batches.schema_check import check_columns
+from workbench.engines.communicator import Communicator, join_pool, open_store
 from workbench.errors import StageError
 from workbench.errors.containing import passes
 from workbench.errors.plain_text import shown
@@ -34,7 +35,6 @@ from workbench.support.machine import (
 )
 from workbench.support.sources import SourceFile, loaded
 from workbench.telemetry import Recorder, Span
-from workbench.workers.communicator import Communicator, join_pool, open_store
 from workbench.workers.hints import remedy_for, require_finite
 from workbench.workers.model_worker import set_random_state
 from workbench.workers.patching import Models, Patch, Patched

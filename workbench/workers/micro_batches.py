@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.batches.turns import contexts_of
-from workbench.engines.training.groups import Collectives
+from workbench.engines.communicator import Communicator
 from workbench.messages.metrics import Max, Mean, Metric, Metrics
 from workbench.messages.shards import Shard
 from workbench.models.logits import TokenSets
@@ -134,7 +134,7 @@ class MicroBatch:
 def each_minibatch(
     shard: Shard,
     budget_tokens: int,
-    data: Collectives,
+    data: Communicator,
     device: torch.device,
     *,
     padded: bool = False,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import Ragged
-from workbench.engines.training.groups import ModelCollectives
+from workbench.engines.communicator import Communicator
 from workbench.messages.metrics import Mean, Metric, Metrics, SampleSize
 from workbench.messages.shards import Shard
 from workbench.models.logits import TokenSets
@@ -242,7 +242,7 @@ def covariance_function(loss: CovarianceLoss, clip: float | None, clip_high: flo
     return kl_cov if isinstance(loss, KLCov) else clip_cov
 
 
-def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: ModelCollectives) -> Ragged:
+def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: Communicator) -> Ragged:
     """A bool column of response tokens, from `old_log_prob` and `advantages`; every rank calls it.
 
     Every rank sees the tokens of all ranks in the same order, so that neither ranks nor micro-batches change the
@@ -251,16 +251,14 @@ def held_back_tokens(batch: Shard, loss: CovarianceLoss, communicator: ModelColl
     mask_BT = batch.valid_mask.pad().bool()
     old_BT, advantages_BT = batch.ragged("old_log_prob").pad(), batch.ragged("advantages").pad()
     found_BT, rows_B = torch.zeros_like(mask_BT), torch.as_tensor(batch.rows)
-
-    def everywhere(values_N: Tensor) -> Tensor:
-        return torch.cat(communicator.all_gather(values_N))
-
     for index in minibatch_indices(batch.minibatch_sizes):
         rows_N, times_N = mask_BT[index].nonzero(as_tuple=True)
         rows_N = torch.as_tensor(index)[rows_N]
         mine_N = rows_B[rows_N] * LONGEST + times_N
-        keys_N, order_N = everywhere(mine_N).sort()
-        log_prob_N, advantages_N = (everywhere(x_BT[rows_N, times_N])[order_N] for x_BT in (old_BT, advantages_BT))
+        keys_N, order_N = communicator.gathered(mine_N).sort()
+        log_prob_N, advantages_N = (
+            communicator.gathered(x_BT[rows_N, times_N])[order_N] for x_BT in (old_BT, advantages_BT)
+        )
         if not len(keys_N):
             continue
         found_N = covariances(log_prob_N, advantages_N)

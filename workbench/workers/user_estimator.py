@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged
+from workbench.engines.communicator import Communicator
 from workbench.errors import BadInput
 from workbench.messages.shards import Shard
 from workbench.support.calls.pickling import name_of
-from workbench.workers.communicator import Communicator
 from workbench.workers.user_loss import Asked, UserFunction, call, kind_of, selected
 
 GIVEN = ("rewards", "token_rewards", "mask", "group")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from workbench.engines.communicator import Communicator
 from workbench.engines.generation import GenerationEngine
 from workbench.engines.training import TrainingEngine
 from workbench.errors import SyncError
@@ -28,7 +29,6 @@ from workbench.resharding.strategies import Transition, ZeroSync, plan_sync
 from workbench.resharding.weights import Weight, model_weights
 from workbench.settings.engines import Generation, SyncMode
 from workbench.telemetry.syncs import OpenSync
-from workbench.workers.communicator import Communicator
 from workbench.workers.worker import Context
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from workbench.engines.communicator import Communicator, ParallelGroups, parallel_groups
 from workbench.engines.host_memory import overlapping
-from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
 from workbench.models.loading import Limits
@@ -25,7 +25,6 @@ from workbench.settings.training import Training
 from workbench.support.calls.sessions import UserCalls
 from workbench.support.machine import own_gpu_bytes
 from workbench.telemetry import Recorder
-from workbench.workers.communicator import Communicator, parallel_groups
 from workbench.workers.stopping import Stopping
 from workbench.workers.weight_exchange import WeightExchange
 
@@ -88,7 +87,7 @@ class Context:
         if "groups" in self.__dict__:
             # in one order on all ranks, which NCCL wants
             for communicator in dict.fromkeys((self.groups.data, self.groups.tensor, self.groups.pipeline)):
-                communicator.end_group()  # type: ignore[attr-defined]
+                communicator.end_group()
 
 
 class Worker:

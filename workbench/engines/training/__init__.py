@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from workbench.engines.communicator import ParallelGroups
 from workbench.engines.training.base import TrainingEngine
-from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.steps import Pass, StepReport
 from workbench.models.heads import PackedModule
 from workbench.settings.training import Training

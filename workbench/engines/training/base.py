@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from workbench.engines.communicator import Communicator
 from workbench.engines.host_memory import HostMemory, distinct_storages
-from workbench.engines.training.groups import Collectives
 from workbench.engines.training.steps import MOMENTS, LossScale, Pass, StateKind, StepReport, learning_rate
 from workbench.errors import BadInput
 from workbench.models.lora import ADAPTER, adapted_layers, adapter_names, adapter_scales, merged_weight
@@ -334,7 +334,7 @@ def recompute_activations(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def require_equal_parameters(module: nn.Module, communicator: Collectives) -> None:
+def require_equal_parameters(module: nn.Module, communicator: Communicator) -> None:
     """Raise `BadInput` unless every rank holds the same bits: data-parallel ranks must start equal."""
     if communicator.world_size == 1:
         return

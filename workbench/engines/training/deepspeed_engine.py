@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.engines.communicator import Communicator, ParallelGroups
 from workbench.engines.training.base import (
     TrainingEngine,
     place,
@@ -27,7 +28,6 @@ from workbench.engines.training.base import (
     state_names,
     transformers_names,
 )
-from workbench.engines.training.groups import Collectives, ParallelGroups
 from workbench.engines.training.model_shard import ShardedEngine, shard_model
 from workbench.engines.training.steps import (
     ADAM,
@@ -73,7 +73,7 @@ class DeepSpeedEngine(TrainingEngine):
         self,
         module: nn.Module,
         settings: Training,
-        communicator: Collectives,
+        communicator: Communicator,
         *,
         device: torch.device,
         dtype: torch.dtype,

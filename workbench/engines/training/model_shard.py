@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.communicator import ParallelGroups
 from workbench.engines.training.base import TrainingEngine, transformers_names
-from workbench.engines.training.groups import ParallelGroups
 from workbench.engines.training.pipeline import Pipeline
 from workbench.engines.training.steps import Pass
 from workbench.errors import BadInput

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engines.training.groups import ParallelGroups
+from workbench.engines.communicator import ParallelGroups
 from workbench.engines.training.steps import Pass
 from workbench.models.heads import PackedModule
 

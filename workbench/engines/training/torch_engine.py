@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.communicator import Communicator, ParallelGroups
 from workbench.engines.training.base import (
     TrainingEngine,
     place,
@@ -20,7 +21,6 @@ from workbench.engines.training.base import (
     require_equal_parameters,
     transformers_names,
 )
-from workbench.engines.training.groups import Collectives, ParallelGroups
 from workbench.engines.training.model_shard import ShardedEngine, gradient_of, shard_model
 from workbench.engines.training.pipeline import Pipeline
 from workbench.engines.training.steps import (
@@ -55,7 +55,7 @@ class TorchEngine(TrainingEngine):
         self,
         module: nn.Module,
         settings: Training | None,
-        communicator: Collectives,
+        communicator: Communicator,
         *,
         device: torch.device,
         dtype: torch.dtype,

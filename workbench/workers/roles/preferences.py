@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.batches.columns import ColumnValues, Ragged, rows_at
 from workbench.batches.schema import COUNTING
-from workbench.engines.training.groups import Collectives
+from workbench.engines.communicator import Communicator
 from workbench.messages.calls import Output
 from workbench.messages.metrics import Mean, Metrics
 from workbench.messages.operation import row_stage, update_stage
@@ -102,7 +102,7 @@ def pair_metrics(
     return {name: OnDevice(Mean, {"total": x.sum(), "count": len(x)}) for name, x in told.items()}
 
 
-def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Collectives) -> Metrics:
+def accuracy_bounds(chosen: Tensor, rejected: Tensor, data: Communicator) -> Metrics:
     """The 95 % interval of the accuracy over the pairs of all replicas."""
     counts = torch.tensor([float((chosen > rejected).sum()), len(chosen)], dtype=torch.float64)
     right, pairs = data.all_reduce(counts).tolist()

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.engines.training.groups import ParallelGroups
 from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo, PeerFailed
 from workbench.placement import Layout
@@ -178,6 +178,46 @@ class Communicator:
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """The groups of one rank in a layout, each along one axis; the rank's number in a group is its coordinate.
+
+    data: ranks with the same part of the model and other rows: sums over the batch are theirs. tensor: ranks with
+    slices of the same layers. pipeline: ranks with the layers before and after.
+    """
+
+    layout: Layout
+    data: Communicator
+    tensor: Communicator
+    pipeline: Communicator
+
+    @property
+    def model_parallel(self) -> bool:
+        return self.layout.p * self.layout.t > 1
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent so far inside layers, to the other tensor ranks."""
+        return self.tensor.moved_bytes
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's outputs and metrics count for its replica: it is the first tensor rank of the last stage.
+        The others see the same rows."""
+        return self.tensor.rank == 0 and self.last
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first pipeline stage: it has the embeddings."""
+        return self.pipeline.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last pipeline stage: it has the head, and so outputs and losses."""
+        return self.pipeline.rank == self.pipeline.world_size - 1
+
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
