@@ -94,7 +94,7 @@ class Conversation:
     a function, has summarized. summaries: the numbers of turns that are summaries. observed: of what the environment
     answered, see `Reply`; the first is of its beginning. resumes: it is to go on from where it is, with a new
     environment that is told the turns so far.
-    failure: of its environment, where that ended it.
+    failure: of its environment, where that ended it. components: of the reward that an agent gave, by name.
     """
 
     prompt_ids: list[int]
@@ -115,6 +115,7 @@ class Conversation:
     summaries: list[int] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)
     resumes: bool = False
+    components: dict[str, float] = field(default_factory=dict)
     _leads: list[int] = field(default_factory=list)  # for each turn, where the tokens that it answers begin
     _lead_start: int = 0
 

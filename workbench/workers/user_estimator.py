@@ -82,7 +82,7 @@ def estimated(
     mask = batch.ragged("response_mask")
     rows_N = communicator.gathered(torch.as_tensor(batch.rows))
     order = torch.argsort(rows_N)
-    order = order[_gathered(valid_B, communicator)[order]]
+    order = order[communicator.gathered(valid_B)[order]]
     if not len(order):
         return torch.zeros_like(rewards_BT), None
 
@@ -93,8 +93,8 @@ def estimated(
             return [rows[i] for i in order.tolist()]
         if isinstance(column, Ragged):
             lengths = communicator.gathered(column.lengths)
-            return Ragged(_gathered(column.values, communicator), lengths).take(order.tolist())
-        return _gathered(column, communicator)[order]
+            return Ragged(communicator.gathered(column.values), lengths).take(order.tolist())
+        return communicator.gathered(column)[order]
 
     everywhere = whole(mask)
     assert isinstance(everywhere, Ragged)
@@ -128,12 +128,6 @@ def estimated(
     parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned,)
     found = [own(_checked(function, part, inside_NT, rows_N[order])) for part in parts]
     return found[0], found[1] if len(found) > 1 else None
-
-
-def _gathered(values: Tensor, communicator: Communicator) -> Tensor:
-    """Of all ranks, one after the other; torch's collectives do not all know bool."""
-    sent = values.to(torch.uint8) if values.dtype == torch.bool else values
-    return communicator.gathered(sent).to(values.dtype)
 
 
 def _checked(function: UserFunction, returned: Any, inside_NT: Tensor, rows_N: Tensor) -> Tensor:

@@ -59,12 +59,12 @@ def test_messages_that_come_back_are_not_tokenized_again(tokenizer: Any) -> None
     between = render_reply(tokenizer, [user("and?")], after=BROKEN[-1])
     assert second.prompt_ids == first.prompt_ids + BROKEN + between and second.seed != 5
     answer(mine, second, [70, 71])
-    row, starts = mine.row()
+    row = mine.row()
     assert row.prompt_ids == first.prompt_ids
     assert row.response_ids == [*BROKEN, *between, 70, 71]
     assert row.mask == [True] * 3 + [False] * len(between) + [True] * 2
     assert row.log_probs == [-0.5] * 3 + [0.0] * len(between) + [-0.5] * 2
-    assert (mine.turns, starts) == (2, [])
+    assert (mine.turns, row.context_starts) == (2, [])
 
 
 def test_control_tokens_in_a_request_are_text_but_in_a_prompt_that_its_template_wrote(tokenizer: Any) -> None:
@@ -109,8 +109,8 @@ def test_a_request_that_continues_an_earlier_turn_begins_with_its_tokens(tokeniz
     third = chat(mine, user("1+1="), assistant(said.text), user("or?"), assistant(tokenizer.decode([70])), user("so?"))
     assert third.segment is twice.segment
     answer(mine, third, [72])
-    row, starts = mine.row()
-    begins = starts[0]  # of the other context, with its whole prompt
+    row = mine.row()
+    begins = row.context_starts[0]  # of the other context, with its whole prompt
     assert row.response_ids[begins : begins + len(twice.prompt_ids)] == twice.prompt_ids
     assert [token for token, sampled in zip(row.response_ids, row.mask, strict=True) if sampled] == [
         *BROKEN,
@@ -179,7 +179,7 @@ def test_a_stop_is_sampled_and_not_shown(tokenizer: Any) -> None:
     asked = chat(mine, user("1+1="), stop="=")
     assert asked.stop == ("=",)
     assert answer(mine, asked, ids, "stop").text == "12"
-    assert mine.row()[0].response_ids == ids
+    assert mine.row().response_ids == ids
 
 
 def test_requests_past_a_limit_are_refused(tokenizer: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_dropped_request_leaves_no_trace(tokenizer: Any) -> None:
     said = answer(mine, chat(mine, user("1+1=")), [70])
     later = (user("1+1="), assistant(said.text), user("and?"))
     mine.dropped(chat(mine, *later))
-    assert mine.row()[0].response_ids == [70]
+    assert mine.row().response_ids == [70]
     again = chat(mine, *later)
     assert again.segment is mine.segments[0]
     mine = recording(tokenizer)

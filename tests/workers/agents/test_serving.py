@@ -21,7 +21,8 @@ from workbench.support.calls.sessions import UserCalls
 from workbench.workers.agents.recording import MOST_REFUSED, Answer, Recording
 from workbench.workers.agents.requests import Refused, parse
 from workbench.workers.agents.server import AgentServer, Waiting
-from workbench.workers.agents.serving import AgentRow, New, Serving
+from workbench.workers.agents.serving import New, Serving
+from workbench.workers.conversation import Conversation
 
 GOOD = {"messages": [{"role": "user", "content": "1+1="}]}
 TOO_LONG = {"messages": [{"role": "user", "content": "1" * 200}]}
@@ -53,7 +54,7 @@ class Rank:
             self.got(waiting)
         return caught.value.status == 401
 
-    def row(self) -> AgentRow:
+    def row(self) -> Conversation:
         while self.serving.busy:
             self.serving.begin_more()
             self.serving.ended()
@@ -106,7 +107,7 @@ def test_requests_of_a_call_that_was_given_up_are_refused_and_recorded_nowhere()
         assert mine.got(again).tokens == 1
         goes_on.set()
         row = mine.row()
-        assert row.said.failure is None and row.said.response_ids == [70]
+        assert row.failure is None and row.response_ids == [70]
 
 
 def test_a_harness_that_waits_for_no_answer_and_asks_again_is_given_up() -> None:
@@ -119,7 +120,7 @@ def test_a_harness_that_waits_for_no_answer_and_asks_again_is_given_up() -> None
             waiting.gone = True
         assert len(drawn) == 1  # an answer that nobody waited for changes nothing of the next one
         mine.taken()
-        failure = mine.row().said.failure
+        failure = mine.row().failure
         assert failure is not None and "for whose answer it did not wait for row 7" in str(failure)
 
 
@@ -132,7 +133,7 @@ def test_a_request_after_the_function_has_returned_is_refused() -> None:
         under_way = mine.send(0)
         (new,) = mine.taken()
         goes_on.set()
-        assert mine.row().said.response_ids == [70]
+        assert mine.row().response_ids == [70]
         queued = mine.send(0)
         assert mine.taken() == [] and mine.is_refused(queued)
         mine.decoded(new)

@@ -316,19 +316,17 @@ class Recording:
 
     # --- the row ------------------------------------------------------------------------------------------------------
 
-    def row(self) -> tuple[Conversation, list[int]]:
-        """The sample as one row, and the response tokens at which its contexts but the first begin: contexts stand one
-        after the other, in the order in which they were asked for; the prompts of all but the first are in the
-        response, outside the mask."""
+    def row(self) -> Conversation:
+        """The sample as one row: contexts stand one after the other, in the order in which they were asked for; the
+        prompts of all but the first are in the response, outside the mask."""
         first, *others = [segment.said for segment in self.segments if segment.points] or [
             Conversation(prompt_ids=self.prompt_ids, seed=self.seed)
         ]
-        starts = list[int]()
         for said in others:
-            starts.append(len(first.response_ids))
+            first.context_starts.append(len(first.response_ids))
             first.add_observation(said.prompt_ids)
             _add(first, said)
-        return first, starts
+        return first
 
 
 def _begun(request: Request, prompt_ids: list[int]) -> Segment:

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.data.agent import Agents, Outcome
@@ -22,16 +21,6 @@ from workbench.workers.conversation import Conversation, Share
 
 WAIT_S = 0.01  # for requests, where no token is decoded
 New = tuple[int, list[int], int, int, tuple[str, ...]]  # what `Decoding.add` is given
-
-
-@dataclass(kw_only=True)
-class AgentRow:
-    """What came of a sample. context_starts: the response tokens at which its contexts but the first begin.
-    components: of its reward, by name."""
-
-    said: Conversation
-    context_starts: list[int]
-    components: dict[str, float] = field(default_factory=dict)
 
 
 class Serving:
@@ -52,7 +41,7 @@ class Serving:
         most_open: int | None = None,
     ) -> None:
         self._recordings, self._agents, self._server = recordings, agents, server
-        self._ended: dict[int, AgentRow] = {}
+        self._ended: dict[int, Conversation] = {}
         self._calls, self._rows = itertools.count(), dict[int, int]()  # rows of the calls that have not ended
         self._to_begin, self._most = deque(range(len(recordings))), most_open or len(recordings)
         self._next, self._step = first, of
@@ -64,7 +53,7 @@ class Serving:
         return bool(self._agents.open or self._to_begin)
 
     @property
-    def rows(self) -> list[AgentRow]:
+    def rows(self) -> list[Conversation]:
         return [self._ended[i] for i in sorted(self._ended)]
 
     @property
@@ -151,9 +140,9 @@ class Serving:
             else:
                 self._ended[i] = self._row(i, outcome)
 
-    def _row(self, i: int, outcome: Outcome) -> AgentRow:
+    def _row(self, i: int, outcome: Outcome) -> Conversation:
         recording, failure = self._recordings[i], outcome.failure
-        said, starts = recording.row()
+        said = recording.row()
         if failure is None and not any(segment.points for segment in recording.segments):
             failure = self._agents.error(i, CallFailed(
                 "asked the server for nothing", "a sample has at least one answer to train on",
@@ -161,9 +150,10 @@ class Serving:
             ))  # fmt: skip
         if failure is not None:
             said.fail(failure)
-            return AgentRow(said=said, context_starts=starts)
-        said.rewards[-1], said.ending = outcome.reward, recording.ending
-        return AgentRow(said=said, context_starts=starts, components=dict(outcome.components))
+        else:
+            said.rewards[-1], said.ending = outcome.reward, recording.ending
+            said.components = dict(outcome.components)
+        return said
 
 
 def serve(

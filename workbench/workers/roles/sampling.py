@@ -34,7 +34,7 @@ from workbench.support.validation import NonNegativeInt, PositiveInt
 from workbench.telemetry.syncs import OpenSync, SyncEvent
 from workbench.workers.agents.recording import Recording
 from workbench.workers.agents.server import AgentServer
-from workbench.workers.agents.serving import AgentRow, Serving, serve
+from workbench.workers.agents.serving import Serving, serve
 from workbench.workers.conversation import Compaction, Conversation, converse
 from workbench.workers.engine_weights import SyncMetrics, TrainerWeights, require_small
 from workbench.workers.hints import Status, failed_rows
@@ -282,11 +282,10 @@ class SamplingWorker(Worker):
             noted.trained_version = batch.meta.get("trained_version", noted.trained_version)
             conversations = list[Conversation]()
             if agent is not None:
-                rows = self._serve(batch, sampling, prompts, seeds, mine)
-                conversations = [row.said for row in rows]
+                conversations = self._serve(batch, sampling, prompts, seeds, mine)
                 columns = several_turns(conversations, sampling.keeps_mask)
-                columns |= context_starts([row.context_starts for row in rows], columns)
-                columns |= {COMPONENTS: [dict(row.components) for row in rows]}
+                columns |= context_starts([c.context_starts for c in conversations], columns)
+                columns |= {COMPONENTS: [c.components for c in conversations]}
             elif environment is not None:
                 conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
                 columns = several_turns(conversations, sampling.keeps_mask)
@@ -383,7 +382,7 @@ class SamplingWorker(Worker):
 
     def _serve(
         self, batch: Shard, sampling: Sampling, prompts: list[list[int]], seeds: list[int], mine: slice
-    ) -> list[AgentRow]:
+    ) -> list[Conversation]:
         """What agents made of this rank's rows. Where all ranks of a tensor group have the same rows, each serves a
         share of them, and they exchange what came of it."""
         assert self.spec.generation is not None
