@@ -125,7 +125,7 @@ def test_data_sets(tmp_path: Path) -> None:
 CONFIGS: list[Any] = [
     [], 5, None, {}, {"model_type": "nobody"}, {"model_type": 5}, {"model_type": "llama", "num_attention_heads": 0},
     {"model_type": "llama", "num_attention_heads": "x"}, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}},
-    {"model_type": "llama", "vocab_size": -1}, {"model_type": "llama", "num_hidden_layers": 10**9},
+    {"model_type": "llama", "vocab_size": -1},
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 
 CONFIG_BYTES = 64 * 2**20
-MOST_PARTS = 100_000  # layers, or experts of a layer
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
@@ -32,11 +30,6 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     folder = resolve(name)
-    try:
-        values = read_json(folder / "config.json", limit=CONFIG_BYTES)
-    except (OSError, BadInput) as error:
-        raise _unreadable(folder, error) from error
-    _check_counts(values, folder / "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # which kind depends on the family: each checks its own fields
@@ -64,7 +57,6 @@ def read_config(name: str | Path) -> PreTrainedConfig:
     file = config_file(name)
     try:
         values = read_json(file, limit=CONFIG_BYTES)
-        _check_counts(values, file)
         config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
     except BadInput:
         raise
@@ -75,19 +67,6 @@ def read_config(name: str | Path) -> PreTrainedConfig:
             "name a model, its folder, or such a file",
         ) from error
     return config
-
-
-def _check_counts(values: object, file: Path) -> None:
-    """Raise `BadInput` for more layers or experts than any model has: transformers makes lists of them."""
-    if not isinstance(values, dict):
-        return
-    for name, value in values.items():
-        _check_counts(value, file)
-        if isinstance(value, int) and value > MOST_PARTS and re.search("layer|expert", name):
-            raise BadInput(
-                f"{name}={value:,} in {str(file)!r}", f"a model has at most {MOST_PARTS:,} of them",
-                "name a model, its folder, or such a file",
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
