@@ -72,16 +72,6 @@ def test_settings(subtests: pytest.Subtests) -> None:
             make()
 
 
-@pytest.mark.thorough
-def test_a_vocabulary_is_compared_before_the_bundled_model_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    with expect_error(BadInput, value="another vocabulary than the actor's"):
-        tiny_lab("wrong", tmp_path, backend="inline", models={**FOUR, "reward": "smollm2-135m"})
-    assert not [path for path in (tmp_path / "models").iterdir() if "smollm2" in path.name]
-
-
 def test_a_malformed_line_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": \n')

@@ -8,15 +8,15 @@ import re
 from typing import TYPE_CHECKING
 
 from workbench.data.reward_function import check_function
+from workbench.engines.generation.base import check_model_length
 from workbench.engines.training.deepspeed_engine import check_deepspeed_layout
 from workbench.engines.training.model_shard import check_shardable
 from workbench.errors import BadInput, MissingDependency
 from workbench.errors.plain_text import shown
 from workbench.models import resolve
 from workbench.models.loading import load_config
-from workbench.models.resolve import BUNDLED
 from workbench.models.spec import Judging
-from workbench.models.tokenizers import vocabulary
+from workbench.models.tokenizers import load_tokenizer
 from workbench.placement import ENVIRONMENT, ROLLOUT, Layout
 from workbench.placement.role_model import head_of
 from workbench.resharding.weights import model_weights
@@ -93,13 +93,8 @@ def _check_judge(description: Description, role: str, judge: Judging) -> None:
             "a judge takes no turns: its engine keeps its weights",
             f"give {role!r} a pool of its own, and leave share_memory out",
         )
-    longest = getattr(load_config(judge.model), "max_position_embeddings", None)
-    if generation and longest and generation.max_model_tokens > longest:
-        raise BadInput(
-            f"Generation.max_model_tokens={generation.max_model_tokens}",
-            f"the judge {judge.model} knows {longest} positions",
-            f"give it wb.Judge(..., generation=wb.Generation(max_model_tokens={longest}))",
-        )
+    if generation:
+        check_model_length(load_config(judge.model), generation, f"the judge {judge.model}")
 
 
 def _check_rates(description: Description) -> None:
@@ -267,27 +262,15 @@ def _check_workers(description: Description) -> None:
 
 
 def _check_models(description: Description) -> None:
-    for model in description.models.values():  # a bundled model is made on first use: only where the others fit
-        if model.name is not None and model.name not in BUNDLED:
-            resolve(model.name)
     lead = description.models[description.lead]
     assert lead.name is not None
-    words = vocabulary(lead.name)
+    vocabulary = load_tokenizer(lead.name).get_vocab()
     for role, model in description.models.items():
-        if model.name not in (None, lead.name) and vocabulary(str(model.name)) != words:
+        if model.name not in (None, lead.name) and load_tokenizer(str(model.name)).get_vocab() != vocabulary:
             raise BadInput(
                 f"models[{role!r}]={str(model.name)!r} has another vocabulary than the {description.lead}'s",
                 "all roles read the same tokens",
                 "use a model of the same family" + (", or score with a function" if role in ("reward", "cost") else ""),
             )
-    for model in description.models.values():
-        if model.name is not None:
-            resolve(model.name)
-    generation = description.generation
-    longest = getattr(load_config(lead.name), "max_position_embeddings", None)
-    if generation and longest and generation.max_model_tokens > longest:
-        raise BadInput(
-            f"Generation.max_model_tokens={generation.max_model_tokens}",
-            f"{lead.name} knows {longest} positions",
-            f"use at most {longest}",
-        )
+    if description.generation:
+        check_model_length(load_config(lead.name), description.generation, str(lead.name))

@@ -159,11 +159,6 @@ def bundled_folder(name: str) -> Path:
     return made_once(f"{name}-{RECIPE}", lambda folder: _convert(name, folder))
 
 
-def is_converted(name: str) -> bool:
-    """Whether `bundled_folder` has converted it already."""
-    return (models_home() / f"{name}-{RECIPE}").is_dir()
-
-
 def _convert(name: str, folder: Path) -> None:
     source = gguf_path(name)
     for package in ("gguf", "accelerate"):
@@ -323,15 +318,13 @@ def _from_hub(name: str, download: Callable[[], str]) -> Path:
 
     try:
         return Path(download())
-    except RepositoryNotFoundError as error:
-        reason: tuple[str, Exception] = ("the model hub shows no such model to you", error)
-    except (
-        Exception
-    ) as error:  # the kinds depend on the hub client's transport: no network, offline mode, gated, a full disk
-        reason = (f"it could not be fetched from the model hub ({type(error).__name__}: {first_line(error)})", error)
-    raise ModelUnavailable(
-        f"the model {name!r} is neither a folder nor in the local hub cache", reason[0], _alternatives(name)
-    ) from reason[1]
+    except Exception as error:  # kinds depend on the hub client's transport: no network, offline, gated, a full disk
+        reason = f"it could not be fetched from the model hub ({type(error).__name__}: {first_line(error)})"
+        if isinstance(error, RepositoryNotFoundError):
+            reason = "the model hub shows no such model to you"
+        raise ModelUnavailable(
+            f"the model {name!r} is neither a folder nor in the local hub cache", reason, _alternatives(name)
+        ) from error
 
 
 def _cached(name: str) -> Path | None:

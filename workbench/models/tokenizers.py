@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import BadInput
 from workbench.models.chat_template import rendered
 from workbench.models.control_tokens import encoded, special_tokens
-from workbench.models.resolve import BUNDLED, gguf_path, is_converted, no_chatter, quiet_transformers, resolve
+from workbench.models.resolve import quiet_transformers, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,17 +59,6 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _filler(tokenizer, str(name))
     return tokenizer
-
-
-def vocabulary(name: str | Path) -> dict[str, int]:
-    """Token -> id of a model. A bundled model that is not converted yet is read from the package's file."""
-    if name not in BUNDLED or is_converted(str(name)):
-        return dict(load_tokenizer(name).get_vocab())
-    from transformers import AutoTokenizer
-
-    file = gguf_path(str(name))
-    with no_chatter():
-        return dict(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).get_vocab())
 
 
 def _filler(tokenizer: Any, name: str) -> str:

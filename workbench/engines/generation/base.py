@@ -60,13 +60,13 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> No
         )
 
 
-def check_model_length(config: Any, settings: Generation) -> None:
-    """Raise `BadInput` when the model has fewer positions than `settings.max_model_tokens`."""
+def check_model_length(config: Any, settings: Generation, model: str = "the model") -> None:
+    """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and settings.max_model_tokens > positions:
         raise BadInput(
             f"Generation.max_model_tokens={settings.max_model_tokens}",
-            f"the model was built for {positions} positions",
+            f"{model} was built for {positions} positions",
             f"give max_model_tokens={positions} or less",
         )
 

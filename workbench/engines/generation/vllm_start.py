@@ -170,13 +170,6 @@ def start_engine(
     """Build the engine (a collective call of the default group). lora: of an adapter that it will be given."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.get_world_size()
-    if world % settings.tensor_parallel_size:
-        raise BadInput(
-            f"Generation.tensor_parallel_size={settings.tensor_parallel_size} on a pool of {world} device(s)",
-            "tensor groups of equal size make up the actor's pool",
-            "give a size that divides the pool's devices, or the pool more devices",
-        )
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores
@@ -187,7 +180,7 @@ def start_engine(
         VLLM_ALLREDUCE_USE_SYMM_MEM="0",  # see `graph_arguments`
         VLLM_ALLREDUCE_USE_FLASHINFER="0",
         RANK=str(dist.get_rank()),
-        WORLD_SIZE=str(world),
+        WORLD_SIZE=str(dist.get_world_size()),
         LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(dist.get_rank()),
     )
     # what vLLM compiles: another start with the same model, dtype, settings and versions of vLLM and torch loads it
