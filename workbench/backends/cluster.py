@@ -98,36 +98,8 @@ def _start_head(note: Note) -> dict[str, Any]:
     return _try_start_head(note)
 
 
-class _Ahead:
-    """The start of this user's head in a thread, while its process does something else."""
-
-    def __init__(self) -> None:
-        self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._start, name="start of Ray", daemon=True)
-        self._thread.start()
-
-    def _start(self) -> None:
-        # `connect` tries again, and says why it fails
-        with contextlib.suppress(WorkbenchError), locked("head", self._go_on):
-            if running_head() is None:
-                _start_head(lambda text: self._go_on())
-
-    def _go_on(self) -> None:
-        if self._given_up.is_set():
-            raise WorkbenchError("the start of Ray", "it was given up")
-
-    def wait(self, note: Note) -> None:
-        while self._thread.is_alive():
-            note("starting Ray")
-            self._thread.join(0.1)
-
-    def give_up(self) -> None:
-        """End what is half started."""
-        self._given_up.set()
-        self._thread.join()
-
-
-_ahead: _Ahead | None = None
+_ahead: threading.Thread | None = None  # starts this user's head while its process does something else
+_given_up = threading.Event()  # ends what it has half started
 
 
 def start_ahead() -> None:
@@ -139,7 +111,20 @@ def start_ahead() -> None:
     if joined or _ahead is not None or running_head() is not None or importlib.util.find_spec("ray") is None:
         return
     _set_up_ray()
-    _ahead = _Ahead()
+    _given_up.clear()
+    _ahead = threading.Thread(target=_start_in_background, name="start of Ray", daemon=True)
+    _ahead.start()
+
+
+def _start_in_background() -> None:
+    def go_on(text: str = "") -> None:
+        if _given_up.is_set():
+            raise WorkbenchError("the start of Ray", "it was given up")
+
+    # `connect` tries again, and says why it fails
+    with contextlib.suppress(WorkbenchError), locked("head", go_on):
+        if running_head() is None:
+            _start_head(go_on)
 
 
 def _remove_old_sessions() -> None:
@@ -204,9 +189,10 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         import ray
     except ImportError:
         raise MissingDependency.of("Ray", "backend='ray' needs it", "ray", "backend='inline'") from None
-    if _ahead is not None:
-        _ahead.wait(note)
-        _ahead = None
+    while _ahead is not None and _ahead.is_alive():
+        note("starting Ray")
+        _ahead.join(0.1)
+    _ahead = None
     with locked("head", lambda: note("waiting for another process that starts or stops Ray")):
         head = running_head()
         if ray.is_initialized():
@@ -325,7 +311,8 @@ def stop_idle_head() -> None:
     the variable WORKBENCH_KEEP_RAY is set it stays, and the next opening is some seconds quicker."""
     global _ahead
     if _ahead is not None:
-        _ahead.give_up()
+        _given_up.set()
+        _ahead.join()
         _ahead = None
     if running_head() is None or os.environ.get(KEEP):
         return
