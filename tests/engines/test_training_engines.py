@@ -273,9 +273,3 @@ def test_untrained_module_is_only_run() -> None:
 def test_a_step_needs_a_micro_batch() -> None:
     with expect_error(BadInput, rule="micro-batch"):
         make_engine("torch").step([])
-
-
-def test_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
-    with expect_error(ImportError, value="not installed", remedy="take engine='torch'"):
-        make_engine("zero1")

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import BadInput
 from workbench.support.files import new_folder
 from workbench.support.validation import FINITE, SEQUENCE, PositiveFloat, PositiveInt, Rule, settings
 
@@ -50,13 +50,10 @@ class LoRA:
 def add_lora(model: PreTrainedModel, lora: LoRA, seed: int) -> None:
     """Put an adapter into a causal language model, in place; from then on nothing else of it has gradients.
 
-    A is drawn from `seed` and no other random state. Raises `MissingDependency` without peft, `BadInput` for targets
-    that are not there.
+    A is drawn from `seed` and no other random state. Raises `BadInput` for targets that are not there.
     """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise MissingDependency.of("peft", "an adapter needs it", "lora") from error
+    from peft import LoraConfig
+
     there = _linear_layers(model)
     targets = there if lora.targets is None else lora.targets
     if unknown := sorted(set(targets) - set(there)):

