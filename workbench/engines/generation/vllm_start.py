@@ -368,10 +368,7 @@ def computing_threads(count: int | None) -> Iterator[None]:
     keeps one for each thread.
     """
     before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

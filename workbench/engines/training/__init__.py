@@ -18,17 +18,13 @@ def make_training_engine(
 ) -> TrainingEngine:
     """The engine that `settings.engine` names, around `module`; without settings, torch's, which then only runs it."""
     if settings is not None and settings.engine == "deepspeed":
+        from workbench.engines.training.deepspeed_engine import DeepSpeedEngine, DeepSpeedTensorEngine
+
         if groups.model_parallel:
-            from workbench.engines.training.deepspeed_engine import DeepSpeedTensorEngine
-
             return DeepSpeedTensorEngine(module, settings, groups, device=device, dtype=dtype)
-        from workbench.engines.training.deepspeed_engine import DeepSpeedEngine
-
         return DeepSpeedEngine(module, settings, groups.data, device=device, dtype=dtype)
+    from workbench.engines.training.torch_engine import Torch3DEngine, TorchEngine
+
     if groups.model_parallel:
-        from workbench.engines.training.torch_engine import Torch3DEngine
-
         return Torch3DEngine(module, settings, groups, device=device, dtype=dtype)
-    from workbench.engines.training.torch_engine import TorchEngine
-
     return TorchEngine(module, settings, groups.data, device=device, dtype=dtype)

@@ -229,7 +229,7 @@ class TrainingEngine(ABC):
     def restore_loss_scale(self, state: tuple[float, int] | None) -> None:
         """Go back to the state of a loss scale; None: of an engine that had none."""
         if self.loss_scale is not None and state is not None:
-            self.loss_scale.restore(state)
+            self.loss_scale.scale, self.loss_scale.good_steps = state
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
@@ -281,12 +281,6 @@ class TrainingEngine(ABC):
     @cached_property
     def _host_memory(self) -> HostMemory:
         return HostMemory()
-
-
-@torch.no_grad()
-def release_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = None
 
 
 def place(module: nn.Module, device: torch.device, *, trained: torch.dtype, frozen: torch.dtype) -> nn.Module:

@@ -23,7 +23,6 @@ from workbench.engines.training.base import (
     TrainingEngine,
     place,
     recompute_activations,
-    release_gradients,
     require_equal_parameters,
     state_names,
     transformers_names,
@@ -42,7 +41,7 @@ from workbench.engines.training.steps import (
     set_rates,
     with_moments,
 )
-from workbench.errors import BadInput, MissingDependency
+from workbench.errors import BadInput
 from workbench.models.heads import PackedModule
 from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.layout import Layout
@@ -62,8 +61,7 @@ class DeepSpeedEngine(TrainingEngine):
     at stage 3 any Adam but DeepSpeed's. Stage 3's buffer of `BUCKET_ELEMENTS` stays on the device.
 
     torch.distributed's default process group must exist: DeepSpeed's collectives run on it. model_parallel: the ranks
-    that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole. Raises
-    `MissingDependency` without deepspeed.
+    that hold slices of one model, by the methods of Megatron's `mpu`; None: each holds it whole.
     """
 
     settings: Training
@@ -227,7 +225,7 @@ class DeepSpeedEngine(TrainingEngine):
         if torch.isfinite(norm):
             self._clip(norm)
             self._step()
-        release_gradients(self.module)
+        self.module.zero_grad()
         return float(norm)
 
     def _step(self) -> None:
@@ -246,7 +244,7 @@ class DeepSpeedEngine(TrainingEngine):
         optimizer = self._engine.optimizer
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # ZeRO reduces on a stream of its own
-        release_gradients(self.module)
+        self.module.zero_grad()
         optimizer.zero_grad(set_to_none=True)
         while getattr(optimizer, "_backward_active_depth", 0):
             optimizer.exit_backward()
@@ -398,14 +396,9 @@ def _attributes(owner: Any, *names: str) -> list[Tensor]:
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, which says nothing unasked. Raises `MissingDependency` where it is not installed."""
-    try:
-        with span("import", note="importing DeepSpeed"):
-            import deepspeed
-    except ImportError as error:
-        raise MissingDependency(
-            "deepspeed is not installed", "Training.engine='deepspeed' needs it", "install it or take engine='torch'"
-        ) from error
+    """DeepSpeed, which says nothing unasked."""
+    with span("import", note="importing DeepSpeed"):
+        import deepspeed
     from deepspeed.runtime import bf16_optimizer
 
     deepspeed.utils.logger.setLevel(logging.ERROR)

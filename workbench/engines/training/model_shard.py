@@ -92,8 +92,10 @@ def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
     weights = check_shardable(backbone.config, layout, "scalar" if isinstance(module, TokenValues) else "lm")
     if layout.p > 1 and module.padded_because is not None:
         raise BadInput(f"p={layout.p}", f"a pipeline takes packed sequences: {module.padded_because}", "use p=1")
-    trial = _Trial(module)
+    tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
+    trial: dict[str, Any] = {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
     with torch.no_grad():
+        whole = module.hidden_states(**trial)
         held = _held_weights(module, weights, groups)
         for weight in weights:
             if weight.name in held:
@@ -103,41 +105,27 @@ def shard_model(module: PackedModule, groups: ParallelGroups) -> ModelShard:
             _slice_vocabulary(module, weights, groups)
         if layout.p > 1:
             _drop_other_stages(module, weights, groups)
-        pipeline = Pipeline(module, groups, trial.expected.shape[-1], trial.expected.dtype)
-        trial.require_same(pipeline.hidden_states(trial.inputs()), groups)
+        cut = Pipeline(module, groups, whole.shape[-1], whole.dtype).hidden_states(trial)
+    _require_same(whole, cut, groups, type(backbone).__name__)
     partial = _partial_weights(weights) if layout.t > 1 else frozenset[str]()
     return ModelShard(weights=weights, held=held, partial=partial)
 
 
-class _Trial:
-    """The hidden states of the whole model, for comparison with those of its shards."""
-
-    def __init__(self, module: PackedModule) -> None:
-        self._module = module
-        with torch.no_grad():
-            self.expected = module.hidden_states(**self.inputs())
-
-    def inputs(self) -> dict[str, Any]:
-        """Two short sequences, on the device of the module."""
-        backbone: Any = self._module.get_backbone()
-        tokens = torch.arange(12) % int(backbone.config.get_text_config().vocab_size)
-        return {"input_ids": tokens.to(backbone.device), "lengths": (7, 5)}
-
-    def require_same(self, seen: Tensor | None, groups: ParallelGroups) -> None:
-        """Raise `BadInput` on every rank of the replica unless `seen` [T, hidden], on the last stage, is the same."""
-        expected, error = self.expected.float(), torch.zeros(())
-        if seen is not None:
-            error = ((seen.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
-        low = seen is not None and torch.bfloat16 in (seen.dtype, self.expected.dtype)
-        # rounding is below these limits; a layer that is left out or computed twice gives about 1
-        wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
-        if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
-            raise BadInput(
-                f"{type(self._module.get_backbone()).__name__} over p={groups.layout.p} stages and "
-                f"t={groups.layout.t} tensor ranks",
-                f"cut like that it computes something else (relative error {float(error):.2g})",
-                "take a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
-            )
+def _require_same(whole: Tensor, cut: Tensor | None, groups: ParallelGroups, family: str) -> None:
+    """Raise `BadInput` on every rank of the replica unless hidden states [T, hidden] of the model that is cut, on the
+    last stage, are those of the whole one."""
+    expected, error = whole.float(), torch.zeros(())
+    if cut is not None:
+        error = ((cut.to(expected.device) - expected).float().norm() / expected.norm()).cpu()
+    low = cut is not None and torch.bfloat16 in (cut.dtype, whole.dtype)
+    # rounding is below these limits; a layer that is left out or computed twice gives about 1
+    wrong = torch.tensor([float(not error <= (0.15 if low else 1e-3))])
+    if groups.pipeline.all_reduce_max(groups.tensor.all_reduce_max(wrong)).item():
+        raise BadInput(
+            f"{family} over p={groups.layout.p} stages and t={groups.layout.t} tensor ranks",
+            f"cut like that it computes something else (relative error {float(error):.2g})",
+            "take a model of the Llama, Qwen2 or Qwen3 family, or p=t=1",
+        )
 
 
 def _held_weights(module: PackedModule, weights: ModelWeights, groups: ParallelGroups) -> dict[str, nn.Parameter]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import MissingDependency
 from workbench.settings.training import Training, factor_of
 
 FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # loss scales
@@ -104,15 +103,12 @@ class LossScale:
         """What a checkpoint keeps of it."""
         return self.scale, self.good_steps
 
-    def restore(self, state: tuple[float, int]) -> None:
-        self.scale, self.good_steps = float(state[0]), int(state[1])
-
 
 @contextmanager
 def finite_gradients(scale: LossScale | None, compute: Callable[[], bool], drop: Callable[[], None]) -> Iterator[None]:
     """Inside, there are gradients, which `compute` has computed and `drop` will drop. In fp16 they are computed again
     with half the loss scale while `compute` says that they overflow; afterwards the scale is as before."""
-    kept = None if scale is None else scale.state
+    kept = 0.0 if scale is None else scale.scale
     try:
         while not compute() and scale is not None and scale.scale > LEAST:
             drop()
@@ -120,8 +116,8 @@ def finite_gradients(scale: LossScale | None, compute: Callable[[], bool], drop:
         yield
     finally:
         drop()
-        if scale is not None and kept is not None:
-            scale.restore(kept)
+        if scale is not None:
+            scale.scale = kept
 
 
 StateKind = Literal[
@@ -243,16 +239,13 @@ def moment_of(entry: Mapping[str, Any], kind: StateKind) -> Tensor | None:
 
 
 def _adamw_8bit(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW8bit of these parameter groups. Raises `MissingDependency` without bitsandbytes."""
+    """bitsandbytes' AdamW8bit of these parameter groups."""
     # at import it tells that it has no kernels of 4 bits for this CPU, of which nothing is used here
     quiet = logging.getLogger("bitsandbytes")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
         import bitsandbytes
-    except ImportError as error:
-        rule = "Training(optimizer='adamw_8bit') steps with it"
-        raise MissingDependency.of("bitsandbytes", rule, "adam8bit", "optimizer='adamw'") from error
     finally:
         quiet.setLevel(level)
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(list(groups))

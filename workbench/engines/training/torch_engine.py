@@ -17,7 +17,6 @@ from workbench.engines.training.base import (
     TrainingEngine,
     place,
     recompute_activations,
-    release_gradients,
     require_equal_parameters,
     transformers_names,
 )
@@ -100,7 +99,7 @@ class TorchEngine(TrainingEngine):
                     self._optimizer.step()
             return float(norm), ""
         finally:
-            release_gradients(self.module)
+            self.module.zero_grad()
 
     def _scaled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
         """The same with scaled losses, in fp16."""
@@ -125,7 +124,7 @@ class TorchEngine(TrainingEngine):
             self._unscale()
             return self.loss_scale is None or bool(self._norm().isfinite())
 
-        return finite_gradients(self.loss_scale, compute, lambda: release_gradients(self.module))
+        return finite_gradients(self.loss_scale, compute, self.module.zero_grad)
 
     def gradient_norms(self, passes: Sequence[Pass]) -> list[float]:
         norms: list[float] = []
