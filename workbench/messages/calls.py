@@ -165,22 +165,17 @@ def agreed_columns(replies: Sequence[Reply], writes: Sequence[str], where: str) 
     operation is registered to write. where: the operation, as "actor.compute_log_prob".
     """
     first = replies[0]
-    expected = list(dict.fromkeys((*writes, *first.columns)))
+    expected = dict.fromkeys((*writes, *first.columns))
     for reply in replies:
-        missing = [name for name in expected if name not in reply.columns]
-        if missing:
-            raise StageError(
-                f"{where} returned no column {missing[0]!r} on rank {reply.rank}",
-                f"it is registered with writes={tuple(writes)!r}" if missing[0] in writes else f"rank {first.rank} did",
-                "every rank returns Output(columns={...}) with the same names",
-            )
-        more = [name for name in reply.columns if name not in expected]
-        if more:
-            raise StageError(
-                f"{where} returned column {more[0]!r} on rank {reply.rank}",
-                f"rank {first.rank} did not",
-                "every rank returns Output(columns={...}) with the same names",
-            )
+        for name in (*expected, *reply.columns):
+            here, there = name in reply.columns, name in expected
+            if here != there:
+                raise StageError(
+                    f"{where} returned {'column' if here else 'no column'} {name!r} on rank {reply.rank}",
+                    f"it is registered with writes={tuple(writes)!r}" if name in writes
+                    else f"rank {first.rank} did{' not' if here else ''}",
+                    "every rank returns Output(columns={...}) with the same names",
+                )  # fmt: skip
         for name, column in reply.columns.items():
             if (column.dtype, column.row_shape) != (first.columns[name].dtype, first.columns[name].row_shape):
                 raise StageError(
