@@ -36,7 +36,8 @@ def single_turn(rollout: Rollout, rows: slice) -> Table:
     }
 
 
-def several_turns(conversations: Sequence[Conversation], keeps_mask: bool = False) -> Table:
+def several_turns(conversations: Sequence[Conversation], *, keeps_mask: bool, contexts: bool) -> Table:
+    """The columns of conversations. contexts: whether they may have several."""
     return {
         "prompt_ids": Ragged.of([c.prompt_ids for c in conversations], torch.int64),
         "response_ids": Ragged.of([c.response_ids for c in conversations], torch.int64),
@@ -49,17 +50,14 @@ def several_turns(conversations: Sequence[Conversation], keeps_mask: bool = Fals
         "turn_ends": Ragged.of([c.turn_ends for c in conversations], torch.int64),
         "turn_rewards": Ragged.of([[c.rewards[end - 1] for end in c.turn_ends] for c in conversations], torch.float32),
         **(mask_columns([c.sets for c in conversations]) if keeps_mask else {}),
+        **({CONTEXT_STARTS: Ragged.of([_context_starts(c) for c in conversations], torch.bool)} if contexts else {}),
     }
 
 
-def context_starts(starts: Sequence[Sequence[int]], columns: Table) -> Table:
-    """The column of contexts. starts: for each row, the response tokens at which its contexts but the first begin.
-    columns: of the rollout."""
-    lengths = ragged_in(columns, "response_ids").lengths
-    found = [torch.zeros(int(length), dtype=torch.bool) for length in lengths]
-    for column, places in zip(found, starts, strict=True):
-        column[list(places)] = True
-    return {CONTEXT_STARTS: Ragged.of(found, torch.bool)}
+def _context_starts(conversation: Conversation) -> torch.Tensor:
+    starts = torch.zeros(len(conversation.response_ids), dtype=torch.bool)
+    starts[conversation.context_starts] = True
+    return starts
 
 
 def ending_columns(endings: Sequence[str]) -> Table:

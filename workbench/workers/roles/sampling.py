@@ -45,7 +45,6 @@ from workbench.workers.partial_rollouts import PartialResponses, check_cache, ch
 from workbench.workers.rollout_columns import (
     COMPONENTS,
     TURN_COLUMNS,
-    context_starts,
     never_answered,
     rollout_metrics,
     several_turns,
@@ -283,13 +282,11 @@ class SamplingWorker(Worker):
             conversations = list[Conversation]()
             if agent is not None:
                 conversations = self._serve(batch, sampling, prompts, seeds, mine)
-                columns = several_turns(conversations, sampling.keeps_mask)
-                columns |= context_starts([c.context_starts for c in conversations], columns)
+                columns = several_turns(conversations, keeps_mask=sampling.keeps_mask, contexts=True)
                 columns |= {COMPONENTS: [c.components for c in conversations]}
             elif environment is not None:
                 conversations = self._converse(batch, sampling, prompts, seeds, mine)[mine]
-                columns = several_turns(conversations, sampling.keeps_mask)
-                columns |= context_starts([c.context_starts for c in conversations], columns) if context else {}
+                columns = several_turns(conversations, keeps_mask=sampling.keeps_mask, contexts=context is not None)
             elif pause_after or resume:
                 begun = PartialResponses.of(batch, seeds[mine], resume)
                 columns = self._go_on(begun, prompts, mine, sampling, pause_after, cache == "kept")
