@@ -69,15 +69,16 @@ class ModelWorker(PassWorker):
             return super().describe()
         return {**super().describe(), "sequences": self._sequences, "micro_batch_tokens": self.budget.known}
 
-    def trained_state(self) -> dict[str, Any]:
-        """The state of a trained engine, and of the process's random generators."""
-        assert self.engine is not None
+    def state(self) -> dict[str, Any]:
+        """Of a trained engine, and of the process's random generators; empty where nothing is trained."""
+        if self.engine is None or self.engine.settings is None:
+            return {}
         return {"engine": self.engine.state_dict(), "random": random_state()}
 
-    def load_trained_state(self, state: dict[str, Any]) -> None:
-        assert self.engine is not None
-        self.engine.load_state_dict(state["engine"])
-        set_random_state(state["random"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.engine is not None and state:
+            self.engine.load_state_dict(state["engine"])
+            set_random_state(state["random"])
 
     def take_notes(self) -> tuple[str, ...]:
         others = super().take_notes()
@@ -250,12 +251,6 @@ class TrainedWorker(ModelWorker):
     def __init__(self, spec: Model, context: Context, module: PackedModule) -> None:
         super().__init__(spec, context)
         self.hold(module, trained=True)
-
-    def state(self) -> dict[str, Any]:
-        return self.trained_state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.load_trained_state(state)
 
     @register(ONE_TO_ALL)
     def weights_checksum(self) -> float:

@@ -90,12 +90,11 @@ class RewardWorker(ModelWorker):
             self._judge.generator.close()
 
     def state(self) -> dict[str, Any]:
-        return {**self.trained_state(), "shift": self._module.shift} if self.spec.trained else {}
+        return {**super().state(), **self.extra_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self.spec.trained:
-            self.load_trained_state(state)
-            self._module.shift = state["shift"]
+        super().load_state(state)
+        self.load_extra_state(state)
 
     def extra_state(self) -> dict[str, Any]:
         return {"shift": self._module.shift} if self.spec.trained else {}
