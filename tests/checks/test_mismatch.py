@@ -129,7 +129,7 @@ def test_the_figures_by_hand() -> None:
 
 def test_wrong_input(lab: wb.Workbench, batch: Any, tmp_path: Path) -> None:
     for precisions, message in (
-        ({}, "must name at least one"),
+        ({}, "must have at least 1 item"),
         ({"a": "bfloat16"}, "must be precisions by name"),
         (["bfloat16"], "must be precisions by name"),
     ):

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from workbench.batches.columns import Table
@@ -85,11 +86,6 @@ def _merge(module: nn.Module) -> None:
         up.data = torch.zeros_like(up.data)
 
 
-def _check_precisions(arguments: Mapping[str, Any]) -> None:
-    if not arguments["precisions"]:
-        raise BadInput("precisions={}", "must name at least one wb.Precision", "leave it out for the usual ones")
-
-
 class ReferencePolicy(PassWorker):
     """The operations of a reference, for a worker with a policy whose weights do not change."""
 
@@ -141,13 +137,12 @@ class ReferencePolicy(PassWorker):
         reads=("prompt_ids", "response_ids"),
         optional=("response_mask", *MASK_COLUMNS, *COUNTING),
         writes=lambda arguments: tuple(f"log_prob_{name}" for name in arguments["precisions"]),
-        check=_check_precisions,
     )
     def compute_precisions(
         self,
         batch: Shard,
         *,
-        precisions: Mapping[str, Precision] = PRECISIONS,
+        precisions: Annotated[Mapping[str, Precision], Field(min_length=1)] = PRECISIONS,
         temperature: PositiveFloat | None = None,
     ) -> Output:
         """Columns `log_prob_<name>` [rows, response tokens]: log softmax(logits / temperature) at each response token,
