@@ -96,7 +96,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("--train 1-2-1 --generate 1-2 --model tiny-lama", "did you mean 'tiny-llama'?"),
         ("--train 1-2-1 --generate 1-2 --model ./nowhere.json", "no file or folder './nowhere.json'"),
         ("--train 1-2-1 --generate 1-2 --model tiny-llama --dtype half-ish", "must be the name of a torch dtype"),
-        ("--train 1-2-1 --generate 1-2 --model {prose}", "is no JSON"),
+        ("--train 1-2-1 --generate 1-2 --model {prose}", "not a valid JSON file"),
     ],
 )
 def test_wrong_input_is_one_clear_line(
@@ -116,12 +116,12 @@ def test_wrong_input_is_one_clear_line(
     ("config", "said"),
     [
         ({"model_type": "t5"}, "must be the config of a language model"),
-        ({"model_type": "llama", "num_attention_heads": 0}, "must be"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "no model loads from"),
         ({"model_type": "llama", "hidden_size": "wide"}, "expected int, got str"),
         ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"model_type": "llama", "num_hidden_layers": 2, "dtype": "float7"}, "float7"),
-        ({"model_type": "no-such-family"}, "must be a model's config.json"),
-        ([1], "must be a model's config.json"),
+        ({"model_type": "no-such-family"}, "no model loads from"),
+        ([1], "no model loads from"),
     ],
 )
 def test_a_config_that_makes_no_model_is_said(config: Any, said: str, tmp_path: Path) -> None:

@@ -14,32 +14,16 @@ from torch import Tensor
 
 from workbench.errors import BadInput
 from workbench.models.resolve import config_file, quiet_transformers, resolve
-from workbench.support.files import new_folder, read_json
+from workbench.support.files import new_folder
 from workbench.telemetry import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-CONFIG_BYTES = 64 * 2**20
-
-
 def load_config(name: str | Path) -> PreTrainedConfig:
-    """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie. Python code
-    that lies beside the weights is never run."""
-    from transformers import AutoConfig
-
-    folder = resolve(name)
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # which kind depends on the family: each checks its own fields
-        if "trust_remote_code" in str(error):
-            raise BadInput(
-                f"the model {str(folder)!r} brings Python code of its own",
-                "code from a model folder is not run: anybody may have put it there",
-                "take a model whose architecture transformers has",
-            ) from error
-        raise _unreadable(folder, error) from error
+    """The model's configuration with every dropout at zero: in RL, dropout makes probability ratios lie."""
+    config = _configuration(resolve(name))
     for key, value in config.to_dict().items():
         # attention_dropout, resid_pdrop, embd_pdrop, layerdrop, ...
         if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
@@ -52,20 +36,23 @@ def read_config(name: str | Path) -> PreTrainedConfig:
 
     Raises `ModelUnavailable`, or `BadInput` for a file that is no model's configuration.
     """
-    from transformers import CONFIG_MAPPING
+    return _configuration(config_file(name))
 
-    file = config_file(name)
+
+def _configuration(place: Path) -> PreTrainedConfig:
+    """That of a folder or a config file. Python code that lies beside it is never run."""
+    from transformers import AutoConfig
+
     try:
-        values = read_json(file, limit=CONFIG_BYTES)
-        config: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    except BadInput:
-        raise
+        config: PreTrainedConfig = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # which kind depends on the family: each checks its own fields
-        raise BadInput(
-            f"{str(file)!r} ({type(error).__name__}: {' '.join(str(error).split())})",
-            "must be a model's config.json, with a model_type that transformers knows",
-            "name a model, its folder, or such a file",
-        ) from error
+        if "trust_remote_code" in str(error):
+            raise BadInput(
+                f"the model {str(place)!r} brings Python code of its own",
+                "code from a model folder is not run: anybody may have put it there",
+                "take a model whose architecture transformers has",
+            ) from error
+        raise _unreadable(place, error) from error
     return config
 
 
