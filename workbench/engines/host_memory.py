@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -110,28 +110,23 @@ class HostMemory:
         return name in self._away
 
 
-class _Unfinished(threading.local):
-    """The moves that `overlapping()` waits for at its end; None outside it."""
-
-    moves: list[_Move] | None = None
-
-
-_unfinished = _Unfinished()
+# the moves that `overlapping()` waits for at its end; None outside it
+_unfinished: ContextVar[list[_Move] | None] = ContextVar("_unfinished", default=None)
 
 
 @contextmanager
 def overlapping() -> Iterator[None]:
     """Inside, offloads and loads of a GPU run at the same time, as far as its memory has room for both; afterwards all
     of them are complete."""
-    if _unfinished.moves is not None:
+    if _unfinished.get() is not None:
         yield
         return
     moves: list[_Move] = []
-    _unfinished.moves = moves
+    token = _unfinished.set(moves)
     try:
         yield
     finally:
-        _unfinished.moves = None
+        _unfinished.reset(token)
         for move in moves:
             move.finish()
 
@@ -199,10 +194,11 @@ class _Move:
 
     def __exit__(self, *raised: object) -> None:
         self._over = self.event()
-        if self._stream is None or _unfinished.moves is None:
+        unfinished = _unfinished.get()
+        if self._stream is None or unfinished is None:
             self.finish()
         else:
-            _unfinished.moves.append(self)
+            unfinished.append(self)
 
 
 class _Room:
