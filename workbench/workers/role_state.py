@@ -167,8 +167,7 @@ def take_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExchan
         for part, kind, published in move.of_kinds(moments=state.moments):
             plan = part.reshard(move.source, move.destination)
             take_kind(engine, move.role, plan, rank, exchange, published, kind)
-        engine.end_state(state.steps)
-        engine.restore_loss_scale(state.loss_scale)
+        engine.end_state(state.steps, state.loss_scale)
     worker.load_extra_state(state.extra)
 
 
@@ -277,8 +276,7 @@ def read_role(worker: Worker, files: RoleFiles, parts: Sequence[Part], rank: int
             source = Published(key=kind, hosts=tuple(map(str, files.ranks)), layout=files.layout, kind="move")
             slices = _Files(files, files.distribution(saved), kind)
             take_kind(engine, files.role, files.plan(saved, part, worker.layout), rank, slices, source, kind)
-        engine.end_state(state.steps)
-        engine.restore_loss_scale(state.loss_scale)
+        engine.end_state(state.steps, state.loss_scale)
     worker.load_extra_state(state.extra)
 
 

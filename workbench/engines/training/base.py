@@ -223,13 +223,7 @@ class TrainingEngine(ABC):
                 )
             for name, tensor in held.items():
                 tensor.copy_(saved[name])
-        self.end_state(state["steps"])
-        self.restore_loss_scale(state.get("loss_scale"))
-
-    def restore_loss_scale(self, state: tuple[float, int] | None) -> None:
-        """Go back to the state of a loss scale; None: of an engine that had none."""
-        if self.loss_scale is not None and state is not None:
-            self.loss_scale.scale, self.loss_scale.good_steps = state
+        self.end_state(state["steps"], state.get("loss_scale"))
 
     @abstractmethod
     def held_state(self, kind: StateKind) -> Iterator[tuple[str, Tensor]]:
@@ -242,10 +236,12 @@ class TrainingEngine(ABC):
         """Call it before writing state into what `held_state` gives. moments: whether there are any; then room is made
         for them, else those of the optimizer are dropped."""
 
-    @abstractmethod
-    def end_state(self, steps: int) -> None:
+    def end_state(self, steps: int, loss_scale: tuple[float, int] | None = None) -> None:
         """Call it after writing state: from here on the engine is as after `steps` optimizer steps. Every rank calls
-        it."""
+        it. loss_scale: its state; None: of an engine that had none."""
+        self.steps = steps
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.scale, self.loss_scale.good_steps = loss_scale
 
     @property
     @abstractmethod

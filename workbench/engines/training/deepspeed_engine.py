@@ -350,8 +350,9 @@ class DeepSpeedEngine(TrainingEngine):
             self._engine.optimizer.checkpoint_event_prologue()
 
     @torch.no_grad()
-    def end_state(self, steps: int) -> None:
-        self.steps, optimizer = steps, self._engine.optimizer
+    def end_state(self, steps: int, loss_scale: tuple[float, int] | None = None) -> None:
+        super().end_state(steps, loss_scale)
+        optimizer = self._engine.optimizer
         set_optimizer_steps(self._adam, steps)
         # weights and their fp32 masters: one of them came, and makes the other
         if self._stage == 3:

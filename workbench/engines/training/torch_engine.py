@@ -177,8 +177,8 @@ class TorchEngine(TrainingEngine):
             trained = (p for p in self.module.parameters() if p.requires_grad)
             make_moments(self._optimizer, trained, torch.empty_like)
 
-    def end_state(self, steps: int) -> None:
-        self.steps = steps
+    def end_state(self, steps: int, loss_scale: tuple[float, int] | None = None) -> None:
+        super().end_state(steps, loss_scale)
         if self._optimizer is not None:
             set_optimizer_steps(self._optimizer, steps)
 
