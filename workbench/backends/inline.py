@@ -50,7 +50,8 @@ class _Kernel:
             yield
         finally:
             sys.excepthook = hook
-            logger.setLevel(level)
+            if logger.level != level:  # else for nothing it would forget what every logger of the process lets through
+                logger.setLevel(level)
             if not had_cache:
                 os.environ.pop(CACHE, None)
             self._filters += [one for one in warnings.filters if one not in filters]

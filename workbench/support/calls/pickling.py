@@ -16,6 +16,7 @@ from workbench.support.sources import editable
 
 OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")  # of a module, and not its own
 _registering = threading.Lock()
+_installed: dict[str, ModuleType] = {}  # thousands, which each call would look at again
 
 
 OWN_PROCESS = (
@@ -85,10 +86,10 @@ def _editable_by_value() -> Iterator[Collection[ModuleType]]:
 
     with _registering:
         known = cloudpickle.list_registry_pickle_by_value()
-        modules = [
-            module for name, module in list(sys.modules.items()) if editable(name, module) and module.__name__ == name
-        ]
-        modules = [module for module in modules if module.__name__ not in known]
+        others = {n: module for n, module in list(sys.modules.items()) if _installed.get(n) is not module}
+        of_files = {n: module for n, module in others.items() if isinstance(getattr(module, "__file__", None), str)}
+        _installed.update((n, module) for n, module in of_files.items() if not editable(n, module))
+        modules = [m for n, m in of_files.items() if n not in known and editable(n, m) and m.__name__ == n]
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
         try:
