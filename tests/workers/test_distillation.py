@@ -16,7 +16,8 @@ from tests.cases import TINY, tiny_lab
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged, Table
 from workbench.errors import BadInput, UnknownColumn
-from workbench.models.loading import load_causal_lm
+from workbench.models.loading import load_causal_lm, load_config
+from workbench.models.tokenizers import load_tokenizer
 from workbench.objectives.kl import divergence
 
 TEACHER, SIZE = "tiny-llama", 264
@@ -176,8 +177,12 @@ def test_an_adapter_learns_from_the_model_under_it(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said(lab: wb.Workbench, stored: tuple[Table, dict[str, Any]], tmp_path: Path) -> None:
+    tokenizer, other = load_tokenizer(TINY), tmp_path / "other"
+    tokenizer.add_tokens(["<one more>"])
+    load_config(TINY).save_pretrained(other)
+    tokenizer.save_pretrained(other)
     with expect_error(BadInput, value="another vocabulary than the actor's", rule="all roles read the same tokens"):
-        open_lab("other", tmp_path, {"actor": TINY, "teacher": "smollm2-135m"})
+        open_lab("other", tmp_path, {"actor": TINY, "teacher": str(other)})
     with expect_error(BadInput, value="Distill on a workbench without reference"):
         wb.Distill(lab, prompts=4, teacher="reference")
     with expect_error(BadInput, value="top_k=265", rule="among 264 tokens"):

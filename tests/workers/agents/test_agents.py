@@ -110,7 +110,7 @@ def rated(row: dict[str, Any], client: Any) -> dict[str, float]:
 
 def post(base_url: str, api_key: str, path: str, body: Any) -> Any:
     headers = {"Authorization": f"Bearer {api_key}"}
-    return httpx.post(f"{base_url}/{path}", headers=headers, json=body, timeout=60)
+    return httpx.post(f"{base_url}/{path}", headers=headers, json=body, timeout=60, verify=False)
 
 
 def tells(row: dict[str, Any], base_url: str, api_key: str) -> float:
