@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
@@ -75,3 +78,14 @@ def test_a_function_has_its_place_after_attach_and_restore(
     for there in (attached, restored):
         assert places(there.models["reward"].function) == places(score)
         assert there.digest == opened.digest
+
+
+def test_a_module_that_one_may_edit_goes_by_value_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_to_edit.py").write_text("def doubled(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):  # imported anew, it is another module of the same name
+        module = importlib.import_module("mine_to_edit")
+        for _ in range(2):
+            there = pickle.loads(by_value((module.doubled, json.dumps)))
+            assert there[0](4) == 8 and there[0] is not module.doubled and there[1] is json.dumps
+        del sys.modules["mine_to_edit"]
