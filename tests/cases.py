@@ -35,7 +35,7 @@ def tiny_lab(
     return wb.open(
         name,
         models=options.pop("models", {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}),
-        prompts=options.pop("prompts", "arithmetic"),
+        prompts=options.pop("prompts", "arithmetic/test"),  # of 200 rows, where all are read at each opening
         training=wb.Training(**training),
         generation=wb.Generation(engine=generation, max_model_tokens=192, kv_cache_gib=0.1),
         runs=runs,

@@ -43,7 +43,7 @@ class Opened:
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     folder = tmp_path_factory.mktemp("runs")
-    with tiny_lab("stale", folder, backend="inline") as lab:
+    with tiny_lab("stale", folder, backend="inline", prompts="arithmetic") as lab:
         yield Opened(lab, lab.save(folder / "start", models=False).folder)
 
 

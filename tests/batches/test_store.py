@@ -215,7 +215,7 @@ def test_prompts_that_an_arm_draws_are_put_back(lab: wb.Workbench) -> None:
     arms = lab.compare(batch, {name: wb.DAPO(lab, rounds=rounds, **dapo) for name, rounds in (("a", 2), ("b", 1))})
     assert [arms[name].metrics["dynamic_sampling/rounds"] for name in ("a", "b")] == [2, 1]
     assert (lab.prompts.drawn, lab.prompts.state) == before
-    again = Prompts("arithmetic", tokenizer=lab.runner.batches.tokenizer, seed=lab.seed)
+    again = Prompts("arithmetic/test", tokenizer=lab.runner.batches.tokenizer, seed=lab.seed)
     assert lab.prompts.next(2).fetch(["prompt"])["prompt"] == [row.prompt for row in again.next(4)[2:]]
 
 

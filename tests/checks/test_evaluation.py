@@ -150,8 +150,8 @@ def test_a_response_whose_selector_failed_is_not_chosen(lab: wb.Workbench) -> No
 def test_a_reward_model_chooses_the_best_of_n(tmp_path: Path) -> None:
     models = {"actor": TINY, "reward": TINY}
     with tiny_lab("chosen", tmp_path, backend="inline", models=models) as lab:
-        found = lab.evaluate("arithmetic", n=4, samples=4, sampling=SHORT, reward=length, select="role")
-        by_model = lab.evaluate("arithmetic", n=4, samples=4, sampling=SHORT)
+        found = lab.evaluate("arithmetic/test", n=4, samples=4, sampling=SHORT, reward=length, select="role")
+        by_model = lab.evaluate("arithmetic/test", n=4, samples=4, sampling=SHORT)
     assert found.rows["selection_score"].tolist() == by_model.rows["reward"].tolist()
     best = found.rows.loc[found.rows.groupby("prompt_index")["selection_score"].idxmax(), "reward"]
     assert found["best_of@4"].iloc[0] == pytest.approx(best.mean())
@@ -168,7 +168,7 @@ def test_a_stream_that_is_shorter_than_n_counts_each_row_once(lab: wb.Workbench,
 
 
 def test_tokens_of_an_environment_are_not_the_policys(lab: wb.Workbench) -> None:
-    frame = lab.evaluate("arithmetic", n=4, samples=2, sampling=wb.Sampling(**sums()))
+    frame = lab.evaluate("arithmetic/test", n=4, samples=2, sampling=wb.Sampling(**sums()))
     recorded = lab.metrics("evaluate/stages")
     assert recorded["observation_tokens/mean"].dropna().iloc[-1] > 0
     assert frame["response_tokens_mean"].iloc[0] == recorded["response_tokens/mean"].dropna().iloc[-1]
@@ -180,7 +180,7 @@ def test_an_algorithm_evaluates_on_its_way(lab: wb.Workbench) -> None:
     seen: list[int] = []
 
     def look() -> None:
-        lab.evaluate("arithmetic", n=2, samples=1, sampling=SHORT)
+        lab.evaluate("arithmetic/test", n=2, samples=1, sampling=SHORT)
         seen.append(lab.iteration)
 
     history = grpo.run(3, evaluate=look, every=2)
@@ -209,12 +209,12 @@ def test_training_sees_nothing_of_it_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_it_prints_what_one_looks_at_and_how_it_was_sampled(lab: wb.Workbench) -> None:
-    found = lab.evaluate("arithmetic", n=2, samples=2, sampling=SHORT, seed=3)
+    found = lab.evaluate("arithmetic/test", n=2, samples=2, sampling=SHORT, seed=3)
     printed = repr(found)
     assert "±" in printed and "pass@2" in printed and "..." not in printed and ".rows" in printed
     assert f"samples=2, seed=3, temperature=1.0, top_p=1.0, max_new_tokens={SHORT.max_new_tokens}, reward=" in printed
     other = lab.evaluate(
-        "arithmetic", n=2, samples=2, sampling=SHORT, seed=3, reward=lambda prompt, response, **row: 1.0
+        "arithmetic/test", n=2, samples=2, sampling=SHORT, seed=3, reward=lambda prompt, response, **row: 1.0
     )
     assert list(lab.compare_evaluations(found, other).differs) == ["reward"]
 

@@ -346,7 +346,7 @@ def test_training_does_not_notice(tmp_path: Path) -> None:
             if look:
                 before = seen(lab)
                 lab.check("kl", "frozen", "gradients", "weights")
-                lab.evaluate("arithmetic", n=3, samples=2, sampling=wb.Sampling(max_new_tokens=4))
+                lab.evaluate("arithmetic/test", n=3, samples=2, sampling=wb.Sampling(max_new_tokens=4))
                 assert seen(lab) == before
             two = ppo.iterate()
             two.pop("generate_sequences/sync_gap/mean", None)  # the look has synced already

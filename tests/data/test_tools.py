@@ -332,7 +332,7 @@ def test_wrong_tools_are_refused() -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     generation = wb.Generation(engine="transformers", max_model_tokens=1024)
     with wb.open(
-        "tools", models={"actor": TINY, "reward": wb.verifiers.arithmetic}, prompts="arithmetic",
+        "tools", models={"actor": TINY, "reward": wb.verifiers.arithmetic}, prompts="arithmetic/test",
         training=wb.Training(engine="torch"),
         generation=generation, backend="inline", runs=tmp_path_factory.mktemp("runs"),
     ) as lab:  # fmt: skip

@@ -93,7 +93,7 @@ def public(owner: Any, internal: str = "") -> list[str]:
 
 def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, folder: Path) -> dict[str, list[Any]]:
     """Values for parameters by name; "CALL.parameter" stands for one call alone."""
-    evaluation = lab.evaluate("arithmetic", n=1, samples=1, sampling=wb.Sampling(max_new_tokens=2))
+    evaluation = lab.evaluate("arithmetic/test", n=1, samples=1, sampling=wb.Sampling(max_new_tokens=2))
     return {
         "n": [1, 2], "rows": [[0], [1, 0], range(2)], "columns": [["prompt"], ("prompt_ids", "prompt_uid")],
         "column": ["prompt_uid", "prompt"], "lengths.column": ["response_ids"], "drop.columns": ["prompt"],
@@ -108,7 +108,7 @@ def right_values(lab: wb.Workbench, batch: wb.Batch, algorithm: wb.Algorithm, fo
         "diff.models": [{}], "estimate.placement": [lab.placement], "names": ["masks"], "views": ["timeline"],
         "what": ["a test"], "stopping": [lambda: False], "role": ["actor"], "pool": ["shared"], "devices": [1],
         "layout": [(1, 1, 1), wb.Layout()], "layouts": [{}], "pools": [{"a": (1, ["actor"])}], "batch": [batch],
-        "arms": [{"same": algorithm}], "data": ["arithmetic"], "source": [[{"prompt": "a", "response": "b"}]],
+        "arms": [{"same": algorithm}], "data": ["arithmetic/test"], "source": [[{"prompt": "a", "response": "b"}]],
         "lab.feedback.source": [[{"prompt": "a", "response": "b", "label": True}]],
         "lab.pairs.source": [[{"prompt": "a", "chosen": "b", "rejected": "c"}]], "table": [{"prompt": ["a", "b"]}],
         "keep": [[True] * batch.rows], "draw.keep": [False], "groups": [1], "max_staleness": [0, 2], "older_than": [0],

@@ -35,7 +35,7 @@ def all_placements() -> list[wb.Placement]:
 
 def ppo(name: str, runs: Any, **options: Any) -> tuple[wb.Workbench, wb.PPO]:
     models = {"actor": TINY, "critic": TINY, "reference": TINY, "reward": vowels}
-    lab = tiny_lab(name, runs, models=models, prompts="arithmetic", **options)
+    lab = tiny_lab(name, runs, models=models, prompts="arithmetic/test", **options)
     return lab, wb.PPO(lab, prompts=4, sampling=wb.Sampling(max_new_tokens=6))
 
 

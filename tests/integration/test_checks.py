@@ -47,7 +47,7 @@ def test_a_healthy_system_passes_all_checks(tmp_path: Path) -> None:
         report = lab.check()
         assert set(report.df["verdict"]) == {"ok"}, report
         assert (lab.actor.weight_digests(), lab.critic.weight_digests()) == before
-        history = wb.PPO(lab, prompts=4, sampling=SHORT).run(1, evaluate=lambda: lab.evaluate("arithmetic", n=4))
+        history = wb.PPO(lab, prompts=4, sampling=SHORT).run(1, evaluate=lambda: lab.evaluate("arithmetic/test", n=4))
         assert history["compute_log_prob/rollout_gap/mean"].max() < 1e-3
         assert lab.check("kl")["kl"].verdict == "not applicable"
         lab.refresh_reference()

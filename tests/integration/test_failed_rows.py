@@ -433,7 +433,7 @@ def test_algorithms_take_components_and_go_on_over_failed_rows(lab: wb.Workbench
             made.replace(stage, most_failed=1.0)
         frame = made.run(1)
         assert 0 < frame["compute_reward/failed/fraction"].iloc[0] < 1
-    assert lab.evaluate("arithmetic", n=8, samples=2, reward=lengths)["failed_fraction"].iloc[0] == 0
+    assert lab.evaluate("arithmetic/test", n=8, samples=2, reward=lengths)["failed_fraction"].iloc[0] == 0
 
 
 # --- environments -----------------------------------------------------------------------------------------------------

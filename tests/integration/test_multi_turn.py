@@ -96,7 +96,7 @@ def test_a_tensor_group_converses_as_one_rank_does(tmp_path: Path) -> None:
         return wb.open(
             f"group{size}",
             models={"actor": TINY},
-            prompts="arithmetic",
+            prompts="arithmetic/test",
             placement=wb.Placement.colocate(size),
             devices=size,
             training=wb.Training(engine="torch"),

@@ -59,7 +59,7 @@ def open_lab(
     return wb.open(
         name,
         models={"actor": wb.Model(TINY, worker=SlowSender), "reward": vowels},
-        prompts="arithmetic",
+        prompts="arithmetic/test",
         placement=wb.Placement.of(POOLS, layouts={"actor": layout}),
         devices=4,
         training=training,
@@ -207,7 +207,7 @@ def test_an_adapter_that_zero_has_sharded_arrives_in_bfloat16(tmp_path: Path) ->
     with wb.open(
         "adapter-pools",
         models=models,
-        prompts="arithmetic",
+        prompts="arithmetic/test",
         placement=wb.Placement.of(POOLS),
         devices=4,
         training=wb.Training(zero_stage=3, learning_rate=1e-5),

@@ -26,7 +26,7 @@ def open_lab(name: str, runs: Path, size: int) -> wb.Workbench:
     return wb.open(
         name,
         models={"actor": TINY, "reward": vowels},
-        prompts="arithmetic",
+        prompts="arithmetic/test",
         placement=wb.Placement.colocate(size),
         devices=size,
         training=wb.Training(engine="torch", learning_rate=1e-3),

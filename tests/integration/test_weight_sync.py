@@ -51,7 +51,7 @@ def open_lab(runs: Path, layout: wb.Layout, generation: wb.Generation, engine: A
     return wb.open(
         "cut",
         models={"actor": TINY},
-        prompts="arithmetic",
+        prompts="arithmetic/test",
         placement=wb.Placement.colocate(layout.size, layouts={"actor": layout}),
         devices=layout.size,
         training=wb.Training(**how, learning_rate=1e-2),
@@ -188,7 +188,8 @@ def test_what_did_not_change_is_not_sent(layout: wb.Layout, tmp_path: Path) -> N
     """In bfloat16 after small steps; whole the first time and after a restored state; each weight to the bit."""
     how: dict[str, Any] = {"zero_stage": 3} if layout.t == 1 else {"engine": "torch"}
     with wb.open(
-        "patches", models={"actor": TINY}, prompts="arithmetic", devices=2, dtype="bfloat16", runs=tmp_path / "runs",
+        "patches", models={"actor": TINY}, prompts="arithmetic/test", devices=2, dtype="bfloat16",
+        runs=tmp_path / "runs",
         placement=wb.Placement.colocate(2, layouts={"actor": layout}),
         training=wb.Training(**how, learning_rate=1e-6, minibatches=1),
         generation=wb.Generation(engine="transformers", max_model_tokens=64, sync="delta"),

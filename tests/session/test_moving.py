@@ -49,7 +49,7 @@ def opened(models: dict[str, Any], placement: wb.Placement, runs: Path) -> Itera
     """A workbench whose hosts are all in this process."""
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     description = Description.of(
-        "moving", models=models, placement=placement, devices=4, device="cpu", backend="ray", prompts="arithmetic",
+        "moving", models=models, placement=placement, devices=4, device="cpu", backend="ray", prompts="arithmetic/test",
         training=wb.Training(**TRAINING), generation=wb.Generation(engine="transformers", max_model_tokens=192),
         dtype="float32", seed=0, address=None,
     )  # fmt: skip

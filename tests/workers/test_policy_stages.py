@@ -376,7 +376,7 @@ class TestUpdates:
             training = wb.Training(engine="torch", learning_rate=given)
             generation = wb.Generation(engine="transformers", max_model_tokens=64)
             options: dict[str, Any] = {"training": training, "generation": generation, "backend": "inline"}
-            with wb.open(f"rates{number}", models=models, prompts="arithmetic", runs=tmp_path, **options) as lab:
+            with wb.open(f"rates{number}", models=models, prompts="arithmetic/test", runs=tmp_path, **options) as lab:
                 batch = lab.put(stored(4))
                 found = [
                     update(batch)["learning_rate"] for update in (lab.actor.update_actor, lab.critic.update_critic)

@@ -55,8 +55,8 @@ def stale(now: Weights, then: Weights) -> Weights:
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     options: dict[str, Any] = {"models": {"actor": TINY, "reward": vowels}, "training": {"learning_rate": 1e-2}}
-    runs = tmp_path_factory.mktemp("runs")
-    with tiny_lab("wrong", runs, backend="inline", generation="vllm", dtype=request.param, **options) as lab:
+    options |= {"generation": "vllm", "prompts": "arithmetic", "dtype": request.param}
+    with tiny_lab("wrong", tmp_path_factory.mktemp("runs"), backend="inline", **options) as lab:
         actor = worker(lab)
         actor.then = {name: weight.clone() for name, weight in actor.engine.named_weights()}
         wb.GRPO(lab, prompts=4, samples=4, epochs=2, reward=vowels, sampling=wb.Sampling(max_new_tokens=8)).run(1)
