@@ -40,6 +40,7 @@ def test_what_one_looks_at_is_in_front_and_nothing_is_lost() -> None:
 def test_the_kl_that_one_looks_at_is_that_to_the_reference() -> None:
     names = ["update_actor/approximate_kl", "update_actor/kl_loss"]  # of GRPO, whose penalty is in the loss
     assert looked_at(names)["KL"] == "update_actor/kl_loss"
+    assert looked_at(["update_critic/loss", "update_actor_2/loss"])["loss"] == "update_actor_2/loss"
 
 
 def test_runs_with_equal_metrics_are_equal_however_long_they_took() -> None:

@@ -117,6 +117,9 @@ class Algorithm(StageEdits):
         once = self._once
         graph = self._graph_with(once)
         stage = self._next(graph)
+        saved, title = self.lab.position.saved_algorithm, type(self).__name__
+        if saved and saved["under_way"] and saved["iteration"] == self.lab.iteration and saved["class"] != title:
+            print(f"iteration {saved['iteration']} of {saved['class']} is left as it was: {title} begins another")
         self.lab.position.algorithm = self
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
             self._end()

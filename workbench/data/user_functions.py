@@ -234,10 +234,10 @@ def checked_reply(reply: Any, *call: object) -> tuple[str | list[dict[str, Any]]
         observation, reward, over = reply
         number = finite_number(reward)
     except (TypeError, ValueError):
-        raise WrongValue(f"returned {shown(reply)}") from None
+        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, over)") from None
     fits = observation is None or is_text(observation) or are_messages(observation)
     if not fits or not is_flag(over):
-        raise WrongValue(f"returned {shown(reply)}")
+        raise WrongValue(f"returned {shown(reply)} and not (observation, reward, over)")
     return observation, number, bool(over)
 
 

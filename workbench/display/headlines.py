@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-# By label, in this order: the metrics that say it, the best first. "*" is the first stage that has one.
+# By label, in this order: the metrics that say it, the best first. "*" is the first stage that has one. A second stage,
+# such as update_actor_2, counts where there is no first.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("dynamic_sampling/rewards/mean", "compute_reward/rewards/mean"),
     "cost": ("compute_cost/costs/mean",),
@@ -33,7 +34,8 @@ def looked_at(names: Iterable[str]) -> dict[str, str]:
     for label, wanted in HEADLINES.items():
         for name in wanted:
             stage, _, metric = name.partition("/")
-            match = [one for one in there if one == name or (stage == "*" and one.partition("/")[2] == metric)]
+            pattern = re.compile(rf"{'[^/]*' if stage == '*' else stage}(_\d+)?/{metric}")
+            match = [one for one in there if pattern.fullmatch(one)]
             if match:
                 found[label] = match[0]
                 break

@@ -46,7 +46,7 @@ from workbench.workers.micro_batches import MicroBatch, OnDevice
 UserFunction = Callable[..., Any]
 # names of an update's own metrics, which a loss does not report; one that ends in "/" stands for all that begin with it
 OF_UPDATES = ("loss", "grad_norm", "learning_rate", "optimizer_steps", "skipped/", "skipped_rows/", "first_minibatch/")
-TRY_IT = "call it in the notebook, with columns of batch.fetch(); lab.check(loss=, batch=) tries it"
+CALL_IT = "call it in the notebook, with columns of batch.fetch()"
 SUMMED = "was it summed or averaged? Return the loss of each token: aggregation= makes one number of them"
 
 
@@ -221,7 +221,8 @@ def call(argument: str, function: UserFunction, values: Mapping[str, Any]) -> An
     except BaseException as error:
         if passes(error):
             raise
-        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", TRY_IT) from error
+        try_it = f"{CALL_IT}; lab.check(loss=, batch=) tries it" if argument == "loss" else CALL_IT
+        raise StageError(f"{argument}={name_of(function)} raised {told(error)}", "", try_it) from error
 
 
 def told(error: BaseException) -> str:

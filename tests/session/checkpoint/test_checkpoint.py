@@ -101,6 +101,14 @@ def test_it_names_the_iteration_that_it_goes_on_in(tmp_path: Path, capsys: pytes
     assert "GRPO goes on in iteration 1" in capsys.readouterr().out
 
 
+def test_another_algorithm_says_what_it_leaves(
+    run: Uninterrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wb.restore(run.folder / "middle", name="again", runs=tmp_path) as lab:
+        wb.GRPO(lab, **OPTIONS).step()
+    assert "iteration 3 of PPO is left as it was: GRPO begins another" in capsys.readouterr().out
+
+
 def test_what_is_restored_can_be_saved(run: Uninterrupted, tmp_path: Path) -> None:
     with wb.restore(run.folder / "two", name="again", runs=tmp_path) as lab:
         lab.save(tmp_path / "copy")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from workbench.errors import BadInput
+from workbench.models.loading import longest_sequence
 from workbench.models.tokenizers import turn_end
 from workbench.settings.engines import Generation, Sampling
 
@@ -62,7 +63,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> No
 
 def check_model_length(config: Any, settings: Generation, model: str = "the model") -> None:
     """Raise `BadInput` when a model has fewer positions than `settings.max_model_tokens`."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = longest_sequence(config)
     if positions is not None and settings.max_model_tokens > positions:
         raise BadInput(
             f"Generation.max_model_tokens={settings.max_model_tokens}",
