@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -183,6 +184,20 @@ def test_what_define_may_not_do_is_refused(lab: wb.Workbench, subtests: pytest.S
     for value, does in PEEPING.items():
         with subtests.test(value), expect_error(BadInput, value=value, remedy=r"lab\.apply|finish"):
             Peeping(lab, does).graph()
+
+
+def test_the_algorithm_of_the_docs_decides_by_numbers(lab: wb.Workbench) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "class Careful" in one)
+    made: dict[str, Any] = {"wb": wb, "dataclass": dataclass}
+    exec(block, made)
+    careful = made["Careful"](lab, prompts=2, samples=4, sampling=SHORT, reward=vowels)
+    before = lab.weights["actor"].steps
+    careful.iterate()
+    assert lab.weights["actor"].steps == before + 4  # two minibatches each
+    careful.most_kl = -1.0
+    careful.run(1)
+    assert lab.weights["actor"].steps == before + 6
 
 
 def test_a_function_is_refused_arguments_that_it_does_not_take(lab: wb.Workbench) -> None:

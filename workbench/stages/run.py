@@ -144,6 +144,14 @@ class Run:
         with self.progress() as bar, interruptible(self) as presses:
             return receive(self, bar, presses)
 
+    def __getitem__(self, metric: str) -> Any:
+        """A metric of an update, for which it waits, as reading a batch does."""
+        return self.result()[metric]
+
+    def get(self, metric: str, default: Any = None) -> Any:
+        """A metric of an update; `default` where it has none of that name."""
+        return self.result().get(metric, default)
+
     @checked_call("run.wait")
     def wait(self) -> Any:
         """Wait as `result` does, for a caller that does not get the result yet."""
