@@ -46,6 +46,7 @@ from workbench.models.heads import PackedModule
 from workbench.placement.memory import BUCKET_ELEMENTS
 from workbench.settings.layout import Layout
 from workbench.settings.training import Training
+from workbench.support.replaced import replaced
 from workbench.telemetry import span
 
 
@@ -100,12 +101,14 @@ class DeepSpeedEngine(TrainingEngine):
         adam = make_optimizer(self._parameters(), settings)
         adam.register_step_pre_hook(self._begin_to_move)
         config = self._config()
-        if settings.cuts_weights:  # one weight after the other: the device never holds the whole model
-            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=stored)
-            module.to(device)  # its buffers
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=adam, config=config, mpu=model_parallel, dist_init_required=False
-        )
+        with replaced(nn.functional, "linear", nn.functional.linear):  # which ZeRO-3 replaces, in the whole process
+            if settings.cuts_weights:  # one weight after the other: the device never holds the whole model
+                deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=stored)
+                module.to(device)  # its buffers
+            self._engine, *_ = deepspeed.initialize(
+                model=module, optimizer=adam, config=config, mpu=model_parallel, dist_init_required=False
+            )
+            self._linear = nn.functional.linear
 
     def _use_own_groups(self) -> None:
         """DeepSpeed knows the ranks of one engine a process, and asks for them at each reduction: here several engines
@@ -149,8 +152,14 @@ class DeepSpeedEngine(TrainingEngine):
     def forward(self, **inputs: Any) -> Any:
         self.load("parameters")
         enabled = self._dtype != torch.float32 and not self._sharded_bf16
-        with torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled):
+        autocast = torch.autocast(self._device.type, self._dtype if enabled else None, enabled=enabled)
+        with self._with_its_linear(), autocast:
             return self._engine(**inputs)
+
+    def _with_its_linear(self) -> AbstractContextManager[None]:
+        """Inside, all models compute as ZeRO-3 has this one compute: outside, others are as in a process of their
+        own."""
+        return replaced(nn.functional, "linear", self._linear)
 
     def _update(self, passes: Sequence[Pass], rate: float) -> tuple[float, str]:
         set_rates(self._engine.optimizer, self.settings, rate)
@@ -215,9 +224,10 @@ class DeepSpeedEngine(TrainingEngine):
         for i, micro in enumerate(passes):
             self._engine.set_gradient_accumulation_boundary(i == len(passes) - 1)
             # DeepSpeed averages gradients over the ranks; the product makes that a sum.
-            value = self._loss_of(micro) * (self._world_size * scale)
-            with span("backward"):  # what is reduced between ranks overlaps with it
-                self._engine.backward(value)
+            with self._with_its_linear():
+                value = self._loss_of(micro) * (self._world_size * scale)
+                with span("backward"):  # what is reduced between ranks overlaps with it
+                    self._engine.backward(value)
 
     def _step_without_zero(self) -> float:
         self._unscale()
