@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,23 +53,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByGroup(config, log)
-
-
-_file: list[str] = []
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where a file begins, leave what was imported so far out of all further searches for garbage: there are a million
-    objects of torch, DeepSpeed and vLLM, and each step of ZeRO 3 has Python search through all that there is."""
-    if _file != [item.nodeid.partition("::")[0]]:
-        _file[:] = [item.nodeid.partition("::")[0]]
-        gc.collect()
-        gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # for libraries that look at exit for what was not freed
 
 
 _seen: set[str] = set()

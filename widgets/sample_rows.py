@@ -155,7 +155,7 @@ def chosen(numbers: pd.DataFrame, where: str) -> np.ndarray:
     what = f"rows where {shown(where, 80)}"
     rule = f"must be an expression such as rewards > 0.5, with and, or, not, of {', '.join(map(str, numbers))}"
     try:
-        found = numbers.eval(where, engine="python")
+        found = numbers.eval(where, engine="python", local_dict={}, global_dict={})
     except Exception as error:  # the parser and pandas raise many kinds
         raise BadInput(what, f"{rule}: {error}") from error
     if not isinstance(found, pd.Series) or found.dtype != bool:

@@ -86,7 +86,7 @@ class DAPO(RolloutAlgorithm):
         source = graph["dynamic_sampling"].inputs[0]
         kept, others, scores = list[Batch](), list[Batch](), list[tuple[Tensor, Tensor]]()
         drawn = rows = rounds = 0
-        kept_made = self.made if self.made.get(source) is batch else {}
+        kept_made = self.made if self.made.get(source) is batch and not lab.telemetry.aside else {}
         further: list[str] = []  # their names in it
         while True:
             scores_N, varied_N, uids_N = _varied(batch)

@@ -395,7 +395,7 @@ def stage_of(
 def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise `BadInput` where a function does not take these arguments."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may give it more
     except (TypeError, ValueError):  # of some functions written in C
         return
     try:

@@ -61,6 +61,7 @@ class Algorithm(StageEdits):
     _interrupted = False  # in the iteration under way
     _by_hand = False  # `step`, and not `iterate`, ran a stage of it
     _iteration = 0
+    _run_before = 0  # the last run before it
     _staleness = 0  # iterations that the `run` under way generates ahead
     _pause_after: int | None = None  # tokens, of its responses
     _ended = 0
@@ -117,10 +118,7 @@ class Algorithm(StageEdits):
         once = self._once
         graph = self._graph_with(once)
         stage = self._next(graph)
-        saved, title = self.lab.position.saved_algorithm, type(self).__name__
-        if saved and saved["under_way"] and saved["iteration"] == self.lab.iteration and saved["class"] != title:
-            print(f"iteration {saved['iteration']} of {saved['class']} is left as it was: {title} begins another")
-        self.lab.position.algorithm = self
+        self.lab.position.begin(self)
         if self._under_way and all(name in self.made for name in graph.names):  # interrupted in its very last moments
             self._end()
             return self.made[stage.name]
@@ -130,6 +128,7 @@ class Algorithm(StageEdits):
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted, self._by_hand = True, False, False
+            self._run_before = self.lab.runner.counters.run
             self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
         elif self._staleness > (self._noted.get("staleness") or 0):  # of its `run`s, the one that draws most ahead
@@ -189,7 +188,7 @@ class Algorithm(StageEdits):
             self.lab.buffer.put_back(self._from_buffer)
             given_up, self._under_way, self._from_buffer = self._under_way, False, ()
             if given_up:
-                self.lab.runner.interrupted.forget(all_of_them=True)
+                self.lab.runner.interrupted.forget(behind=self._run_before)
 
     def _end(self) -> None:
         metrics = self.metrics()  # waits; until then it is under way

@@ -69,7 +69,7 @@ class RunFolder:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
         counts = self._counts()
         return {
-            row["details"][ITERATION]: (row["details"]["prompts"], row["details"]["weights_versions"])
+            row["details"][ITERATION]: (row["details"].get("prompts"), row["details"].get("weights_versions"))
             for row in self._rows(EVENTS)
             if row["event"] == "drawn from the buffer" and counts({TIME: row[TIME], **row["details"]})
         }
@@ -152,7 +152,7 @@ class RunFolder:
             one = made.setdefault(number, [0.0, 0.0, 0.0])
             if row["stage"] == "generate_sequences":
                 of = "generate_sequences/{}".format
-                rows, mean = row[ROWS], values.get(of("response_tokens/mean"), math.nan)
+                rows, mean = row.get(ROWS, 0), values.get(of("response_tokens/mean"), math.nan)
                 # of responses in parts, what was drawn in this one
                 one[0] += rows * values.get(of("ended/fraction"), 1.0)
                 one[1] += rows * values.get(of("drawn_tokens/mean"), mean)
@@ -241,5 +241,8 @@ def readable(run: RunFolder) -> bool:
         _ = run.record, run.algorithms, run.last_metrics()
     except BadInput as error:
         files.tell_once(f"run {run.name}: {error.value}; {error.rule}")
+        return False
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # no rows of this version's
+        files.tell_once(f"run {run.name} is damaged, or another version's: {error!r}")
         return False
     return True

@@ -264,8 +264,9 @@ def replaced(text: str, changes: Sequence[tuple[ast.stmt | ast.expr, str]]) -> s
 # Commands that write nothing; with some arguments also those that can.
 SHOWS = re.compile(
     r"(cat|cmp|cut|df|diff|du|echo|[ef]?grep|free|groups|head|id|ls|lsblk|lscpu|lspci|md5sum|nproc|printenv|ps|pwd|"
-    r"sha256sum|stat|tail|uname|uptime|vmstat|wc|whereis|which|whoami|date(?=$| [+])|hostname(?=$| -[fis])|"
-    r"nvidia-smi(?=$| (-L|-q|--query-\S+|topo)\b)|conda (info|list)|git (log(?!.* --output)|rev-parse|status)|"
+    r"sha256sum|stat|tail|uname|uptime|vmstat|wc|whereis|which|whoami|date(?=$| (\+\S+|-[uIR])$)|"
+    r"hostname(?=$| -[fisI]$)|nvidia-smi(?=$| (-L|-q|-i|--query-\S+|topo|--list-gpus)\b)(?!.* -(c|pl|pm|r)\b)|"
+    r"conda (info|list)|git (log(?!.* --output)|rev-parse|status)|"
     r"pip (freeze|list|show)|wb (doctor|ls))( [^<>&$`(){}\n]*)?"
 )
 SILENCED = re.compile(r"\d?>\s*/dev/null(?=\s|$)|2>&1")

@@ -46,6 +46,14 @@ class Position:
     def algorithm(self, algorithm: Algorithm | None) -> None:
         self._algorithm = None if algorithm is None else weakref.ref(algorithm)
 
+    def begin(self, algorithm: Algorithm) -> None:
+        """This algorithm takes a step."""
+        saved, title, before = self.saved_algorithm, type(algorithm).__name__, self.algorithm
+        left = saved and saved["under_way"] and (before is None or before.under_way) and saved["class"] != title
+        if saved and left and saved["iteration"] == self._counters.iteration:
+            print(f"iteration {saved['iteration']} of {saved['class']} is left as it was: {title} begins another")
+        self.algorithm = algorithm
+
     def take_up(self, algorithm: Algorithm) -> None:
         """Have a new algorithm go on from the saved position of its class."""
         saved = self.saved_algorithm
@@ -59,9 +67,10 @@ class Position:
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
         now = algorithm.position({})  # what was assigned since holds
         given = {
-            f"{stage}.{name}": now["arguments"].get(stage, {}).get(name)
+            f"{stage}.{name}": now["arguments"][stage][name]
             for stage, arguments in saved["arguments"].items()
             for name in arguments
+            if name in now["arguments"].get(stage, {})
         }
         fields = {
             name: as_read(now["fields"][name])

@@ -94,7 +94,7 @@ def _recover(
         raise
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
-    runner.interrupted.forget(all_of_them=True)
+    runner.interrupted.forget(behind=0)
     for stream in position.streams():
         position.put_back_stream(stream)
     runner.ownership.record()

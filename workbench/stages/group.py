@@ -22,7 +22,7 @@ from workbench.placement import ROLLOUT, Layout, Placement, Pool
 from workbench.settings.training import LIVE, Training
 from workbench.stages.ledger import Counters, Ownership
 from workbench.support.checked_calls import checked_call
-from workbench.support.fingerprint import code_behind, fingerprint
+from workbench.support.fingerprint import code_behind, fingerprint, is_of_notebook
 from workbench.support.named_fields import SYNONYMS, meant
 from workbench.support.sources import loaded
 from workbench.support.validation import PositiveInt, checked, whole
@@ -156,13 +156,14 @@ class GroupOperation:
         if method is not self._method or spec is not self._spec:  # reading the code of a class takes milliseconds
             self._method, self._spec = method, spec
             training = None if spec.training is None else spec.training.without_rates
-            scored_by = code_behind(spec.function)
-            self._method_code = fingerprint((method, spec.changed(training=training), scored_by))
+            behind = [code_behind(part) for part in (spec.function, spec.worker) if is_of_notebook(part)]
+            self._method_code = fingerprint((method, spec.changed(training=training), behind))
         values = [
             one for value in arguments.values() for one in (value.values() if isinstance(value, dict) else [value])
         ]
         values = [one[0] if isinstance(one, tuple) and one else one for one in values]
         called = [getattr(value, "func", value) for value in values if callable(value)]  # of a partial
+        called = [getattr(value, "__func__", value) for value in called]  # of a method
         given = (getattr(value, "__module__", "") for value in called)
         edits = loaded.edits_behind({*self.group.modules, *given})
         behind = [code_behind(one if isinstance(one, FunctionType | type) else type(one)) for one in called]

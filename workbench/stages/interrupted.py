@@ -187,10 +187,11 @@ class Interrupted:
             if update.result is None and (failed or not update.failed) and weights.get(role) == update.weights
         ]
 
-    def forget(self, *, all_of_them: bool = False) -> None:
-        """Weights were put back: an update that has left others cannot be gone on with."""
+    def forget(self, *, behind: int | None = None) -> None:
+        """Weights were put back: an update that has left others cannot be gone on with. behind: nor one of the runs
+        behind this one."""
         for role, update in [*self.unfinished.items(), *self._open.items()]:
-            if all_of_them or update.weights != self._counters.weights.get(role):
+            if (behind is not None and update.number > behind) or update.weights != self._counters.weights.get(role):
                 self.unfinished.pop(role, None)
                 self._close(role)
 

@@ -7,6 +7,7 @@ address or by their place in a file; comments do not count. What a function call
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import types
@@ -56,9 +57,12 @@ def _is_frozen(value: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function's lines look up, those of functions in it among them."""
+    """The names that a function's lines look up, those of functions in it among them, but for those that it sets."""
+    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_NAME": set(), "STORE_GLOBAL": set()}
+    for line in dis.get_instructions(code):
+        found.get(line.opname, set()).add(line.argval)
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return (found["LOAD_GLOBAL"] | found["LOAD_NAME"]).union(*map(_names, inner)) - found["STORE_GLOBAL"]
 
 
 def is_of_notebook(part: Any) -> bool:

@@ -310,11 +310,17 @@ def recompute_activations(module: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not models or not layers:
+        raise BadInput(
+            f"activation_checkpointing=True for {type(module).__name__}",
+            "the model's layers must be transformers' GradientCheckpointingLayer",
+            "leave activation_checkpointing=False",
+        )
+    models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
 
 
 @torch.no_grad()

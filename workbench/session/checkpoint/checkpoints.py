@@ -185,7 +185,8 @@ class Checkpoints:
             raise BadInput(
                 f"save({str(folder)!r}) while {left[0]} is between two of its steps, where it was stopped or failed",
                 "a checkpoint would not know which are taken",
-                "run the same call again, which takes the rest, or give the iteration up, with lab.algorithm.restart()",
+                "run the same call again, which takes the rest"
+                + ", or give the iteration up, with lab.algorithm.restart()" * under_way,
             )  # fmt: skip
 
     def _role_files(self, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
