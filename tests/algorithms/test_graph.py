@@ -167,6 +167,9 @@ PEEPING: dict[str, Any] = {
     "what generate_sequences makes, as a condition, in define": lambda algorithm, lab, batch: batch or None,
     r"len\(\) of what generate_sequences makes in define": lambda algorithm, lab, batch: len(batch),
     "Peeping: lab.evaluate in define": lambda algorithm, lab, batch: lab.evaluate("arithmetic/test", n=2),
+    "Peeping: lab.actor.training.learning_rate = 1.0 in define": lambda algorithm, lab, batch: setattr(
+        lab.actor.training, "learning_rate", 1.0
+    ),
     "Peeping.clip = 0.1 in define": lambda algorithm, lab, batch: setattr(algorithm, "clip", 0.1),
 }
 
@@ -186,10 +189,22 @@ def test_what_define_may_not_do_is_refused(lab: wb.Workbench, subtests: pytest.S
             Peeping(lab, does).graph()
 
 
+def test_what_define_has_new_runs_before_what_an_earlier_kernel_made_behind_it(lab: wb.Workbench) -> None:
+    algorithm = wb.GRPO(lab, prompts=2, samples=4, sampling=SHORT)
+    while algorithm.next_stage != "update_actor":
+        algorithm.step()
+    later = wb.GRPO(lab, prompts=2, samples=4, sampling=SHORT)
+    later.insert(BestOf.better_half, after="compute_reward", name="half")
+    later.go_on(algorithm.position({}), dict(algorithm.made))
+    assert later.next_stage == "half"
+    later.iterate()
+    assert later.made["compute_advantages"].rows == 4
+
+
 def test_the_algorithm_of_the_docs_decides_by_numbers(lab: wb.Workbench) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
     (block,) = (one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "class Careful" in one)
-    made: dict[str, Any] = {"wb": wb, "dataclass": dataclass}
+    made: dict[str, Any] = {"wb": wb}
     exec(block, made)
     careful = made["Careful"](lab, prompts=2, samples=4, sampling=SHORT, reward=vowels)
     before = lab.weights["actor"].steps

@@ -21,7 +21,7 @@ from workbench.data.examples import ExampleStream
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.objectives.losses import clips_in_effect
-from workbench.stages.group import GroupOperation, WorkerGroup
+from workbench.stages.group import GroupOperation, LiveTraining, WorkerGroup
 from workbench.stages.runner import StageNames
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import meant
@@ -78,8 +78,20 @@ class TracedGroup:
         self._tracer, self._group = tracer, group
 
     def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._group, name)
-        return partial(self._tracer.call, operation) if isinstance(operation, GroupOperation) else operation
+        value = getattr(self._group, name)
+        if isinstance(value, GroupOperation):
+            return partial(self._tracer.call, value)
+        if isinstance(value, LiveTraining):
+            return LiveTraining(self._group.role, lambda: self._group.spec.training, self._refuse)
+        return value
+
+    def _refuse(self, role: str, values: Mapping[str, Any]) -> None:
+        given = ", ".join(f"lab.{role}.training.{field} = {shown(value)}" for field, value in values.items())
+        raise BadInput(
+            f"{self._tracer.title}: {given} in define",
+            "its lines are also run to see which stages they call, so that it would change each time",
+            "change settings in finish(self, metrics), or from a cell",
+        )
 
 
 class Tracer(StageNames):

@@ -401,7 +401,7 @@ def _check_call(function: Callable[..., Any], what: str, args: tuple[Any, ...], 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise BadInput(f"{what}: {error}", f"it takes {signature}, and is given {len(args)} by position") from None
+        raise BadInput(f"{what}: {error}", f"it takes {signature}, and a stage is given its batch first") from None
 
 
 @dataclass(frozen=True)

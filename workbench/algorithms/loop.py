@@ -240,6 +240,11 @@ class Algorithm(StageEdits):
             self.made.clear()
             self.made.update(made)
             self._under_way = True
+            graph = self.graph()  # `define` may have other stages now: what comes behind these runs again
+            again = {n for stage in graph.names if stage not in made for n in graph.behind(stage) if n in made}
+            if not any(graph[name].updates for name in again):
+                for name in again:
+                    del self.made[name]
 
     def go_back(self, iteration: int) -> None:
         """Go back to the end of an iteration, from which it may be continued."""

@@ -185,8 +185,8 @@ class Checkpoints:
             raise BadInput(
                 f"save({str(folder)!r}) while {left[0]} is between two of its steps, where it was stopped or failed",
                 "a checkpoint would not know which are taken",
-                "run the same call again, which takes the rest"
-                + ", or give the iteration up, with lab.algorithm.restart()" * under_way,
+                "run the same call again, which takes the rest, or give it up, with "
+                + ("lab.algorithm.restart()" if under_way else f"another update of {left[0].partition('.')[0]}"),
             )  # fmt: skip
 
     def _role_files(self, folder: Path, *, models: bool) -> dict[str, RoleFiles]:
