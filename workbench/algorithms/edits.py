@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.algorithms.graph import Graph, Stage, StandIn, mark, stage_of
 from workbench.algorithms.lab import Lab
-from workbench.algorithms.live_fields import LiveFields, as_plain, is_same, value_in_effect
+from workbench.algorithms.live_fields import TRACED, LiveFields, as_plain, is_same, value_in_effect
 from workbench.batches.batch import Batch
 from workbench.data.examples import ExampleStream
 from workbench.errors import BadInput
@@ -65,7 +65,7 @@ class TracedBatch(StandIn):
 
 def _looks_at(what: str) -> BadInput:
     return BadInput(
-        what if ":" in what else f"{what} in define",
+        f"{what} in define",
         "the lines of a dataflow do not look at what a stage makes: they are also run without it",
         "put what depends on values into a function, as a stage: lab.apply(function, batch)",
     )
@@ -89,7 +89,7 @@ class TracedGroup:
         given = ", ".join(f"lab.{role}.training.{field} = {shown(value)}" for field, value in values.items())
         raise BadInput(
             f"{self._tracer.title}: {given} in define",
-            "its lines are also run to see which stages they call, so that it would change each time",
+            TRACED,
             "change settings in finish(self, metrics), or from a cell",
         )
 
@@ -112,7 +112,7 @@ class Tracer(StageNames):
         if callable(value):
             raise BadInput(
                 f"{self.title}: lab.{name} in define",
-                "its lines are run to see which stages they call: calls that are no stages would run each time",
+                "its lines are also run to see which stages they call, and with them every call that is no stage",
                 "call it in a function, as a stage: lab.apply(function, batch); or between iterations, in a cell, in "
                 "run(evaluate=...), or in finish",
             )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings"  # in what is kept of settings that were assigned whole: their class
 MAPPING = "mapping"  # in what is kept of a mapping that was assigned: its values
+TRACED = "its lines are also run to see which stages they call, so it would change each time"  # of `define`
 _DEFINED: ContextVar[object] = ContextVar("defined", default=None)  # the algorithm whose `define` runs
 
 
@@ -73,7 +74,7 @@ class LiveFields(NamedAttributes):
         if name in named and _DEFINED.get() is self:
             raise BadInput(
                 f"{title}.{name} = {shown(value)} in define",
-                "its lines are also run to see which stages they call, so that it would change each time",
+                TRACED,
                 "change fields in finish(self, metrics), or from a cell",
             )
         if name not in named or not self._live:

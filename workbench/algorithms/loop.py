@@ -240,7 +240,7 @@ class Algorithm(StageEdits):
             self.made.clear()
             self.made.update(made)
             self._under_way = True
-            graph = self.graph()  # `define` may have other stages now: what comes behind these runs again
+            graph = self.graph()  # where `define` has new stages, those that take their batches run again
             again = {n for stage in graph.names if stage not in made for n in graph.behind(stage) if n in made}
             if not any(graph[name].updates for name in again):
                 for name in again:

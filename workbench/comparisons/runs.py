@@ -246,8 +246,8 @@ def runs(folder: str = "runs", *, name: str | None = None) -> Runs:
 
     A run is what `wb.open` made a run folder for, whether it still lives or not. `wb.runs().curves()` draws them,
     `wb.diff(a, b)` says what differs between two. folder: the one given as `wb.open(runs=)`. name: those of one
-    workbench alone. Run folders are read as data; one that belongs to another user, or that is damaged, is left out
-    with a warning, or shown without what is damaged. Raises `NotFound` where there is no such folder.
+    workbench alone. Run folders are read as data; one that belongs to another user, or that cannot be read, is left
+    out with a warning; a line that was cut is skipped. Raises `NotFound` where there is no such folder.
     """
     found = [run for run in run_folders(folder) if name in (None, run.folder.parent.name) and readable(run)]
     rows = {run.name: _row(run) for run in found}
