@@ -252,7 +252,7 @@ def test_a_checkpoint_keeps_what_was_assigned(tmp_path: Path, capsys: pytest.Cap
         ppo = wb.PPO(lab, **OPTIONS)
         said = capsys.readouterr().out
         assert "goes on with lab.actor.training.learning_rate = 0.0002, as it was assigned" in said
-        assert "clip=0.1, sampling={'temperature': 0.7} as it was assigned" in said
+        assert "with sampling={'temperature': 0.7}, clip=0.1 as it was assigned" in said
         assert (lab.actor.training.learning_rate, lab.critic.training.learning_rate) == (2e-4, 1e-3)
         assert ppo.iterate() == expected[2]
         lab.actor.training.learning_rate = 1e-5
@@ -316,7 +316,7 @@ def test_settings_assigned_over_none_are_kept_whole(tmp_path: Path, capsys: pyte
         assert grpo._kept_fields()["correction"] is None
 
 
-def test_a_recovery_keeps_what_was_assigned_since(tmp_path: Path) -> None:
+def test_a_recovery_keeps_what_was_assigned_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tiny_lab("recovered", tmp_path, backend="inline") as lab:
         ppo = wb.PPO(lab, **OPTIONS)
         ppo.clip = 0.15
@@ -326,6 +326,9 @@ def test_a_recovery_keeps_what_was_assigned_since(tmp_path: Path) -> None:
         lab.actor.training.learning_rate = 3e-5
         ppo.clip = 0.1
         lab.recover()
+        said = capsys.readouterr().out
+        assert "with clip=0.1 as it was assigned" in said
+        assert "goes on with lab.actor.training.learning_rate = 3e-05, as it was assigned" in said
         assert ppo.clip == 0.1
         assert ppo.iterate()["update_actor/learning_rate"] == 3e-5
         assert ppo.iteration == 2

@@ -67,16 +67,9 @@ class Position:
         moved = ", ".join(f"{name}={value:.6g}" for name, value in saved["state"].items())
         now = algorithm.position({})  # what was assigned since holds
         given = {
-            f"{stage}.{name}": now["arguments"][stage][name]
-            for stage, arguments in saved["arguments"].items()
-            for name in arguments
-            if name in now["arguments"].get(stage, {})
+            f"{stage}.{name}": value for stage, values in now["arguments"].items() for name, value in values.items()
         }
-        fields = {
-            name: as_read(now["fields"][name])
-            for name in saved["fields"]
-            if name in now["fields"] and name not in saved["state"]
-        }
+        fields = {name: as_read(value) for name, value in now["fields"].items() if name not in saved["state"]}
         assigned = ", ".join(f"{name}={value}" for name, value in {**fields, **given}.items())
         moved = ", ".join(filter(None, (moved, assigned and f"{assigned} as it was assigned")))
         under_way, last = saved["under_way"], self._counters.iteration  # cells may have begun others since

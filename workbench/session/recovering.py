@@ -30,7 +30,7 @@ from workbench.messages.metrics import Metrics, MetricValues, merge_metrics, rep
 from workbench.placement import ROLLOUT
 from workbench.session.checkpoint.checkpoints import Automatic, Checkpoints
 from workbench.session.checkpoint.files import Checkpoint, find_checkpoint, read_checkpoint
-from workbench.session.checkpoint.restoring import Restoring
+from workbench.session.checkpoint.restoring import Restoring, say_assigned
 from workbench.session.journal import KeptBatch, Recorded
 from workbench.session.position import Position
 from workbench.stages.interrupted import parts_left
@@ -105,6 +105,7 @@ def _recover(
     state = "as it was opened" if checkpoint is None else f"as after {_position(checkpoint)}, from {checkpoint.folder}"
     started = f"pool {', '.join(sorted(lost))} started again; " if lost else ""
     print(f"recovered in {time.monotonic() - began:.0f} s: {started}everything is {state}")
+    say_assigned(hosts.description)
     return checkpoint
 
 

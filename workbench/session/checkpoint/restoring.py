@@ -82,9 +82,7 @@ class Restoring:
         """The description, with the training settings that were assigned before the checkpoint was saved. Says these,
         and what else differs from the checkpoint's."""
         self._description = self._description.retrained_as(self._before)
-        for role, field in self._description.changed:
-            training = self._description.models[role].training
-            print(f"goes on with lab.{role}.training.{field} = {getattr(training, field)!r}, as it was assigned")
+        say_assigned(self._description)
         saved, now = (_settings(one) for one in (self._before, self._description))
         differing = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
         if differing:
@@ -144,6 +142,13 @@ class Restoring:
             "restored", folder=str(self.checkpoint.folder), iteration=counters.iteration,
             run_folder=self.checkpoint.values["run_folder"], run=counters.run,
         )  # fmt: skip
+
+
+def say_assigned(description: Description) -> None:
+    """Print the training settings that were assigned while the roles lived."""
+    for role, field in description.changed:
+        value = getattr(description.models[role].training, field)
+        print(f"goes on with lab.{role}.training.{field} = {value!r}, as it was assigned")
 
 
 def _settings(description: Description) -> dict[str, Any]:
