@@ -1,13 +1,8 @@
-"""Executes a plan on live tensors: one rank's part of a transition, and the way back.
+"""Executes a plan on live tensors: one rank's part of a transition.
 
     engine = ReshardingEngine(plan, communicator)
-    generation = engine.reshard(trained)    # name -> tensor of this rank's generation shard
-    ...                                     # generate
-    del generation
-    engine.restore()                        # training tensors have memory of their own again
-
-Where a training slice lies inside a generation slice there is one memory for both: the training tensor is turned into
-a view of the generation tensor (HybridFlow, arXiv:2409.19256, section 5.3), and `restore` turns it back.
+    for layer in engine.layers(trained):    # name -> tensor of this rank's generation shard
+        ...                                 # the engine takes it
 
 Boxes of a weight as views of the tensor in which a rank holds them.
 
@@ -126,26 +121,6 @@ def laid_out(tensor: Tensor, held: WeightShard, wanted: WeightShard, device: tor
     return result
 
 
-def shared(tensor: Tensor, shard: WeightShard, inner: WeightShard) -> Tensor | None:
-    """The tensor of the shard `inner` as a view of the tensor of `shard`; None where its boxes are not one piece
-    there."""
-    if not inner.boxes or boxes.subtract(inner.boxes, shard.boxes):
-        return None
-    try:
-        pieces = [view_of(tensor, shard, box) for box in inner.boxes]
-        if len(pieces) == 1:
-            return pieces[0].view(inner.shape)
-    except (ValueError, RuntimeError):  # a box across two boxes; a flat tensor of what lies scattered
-        return None
-    end = pieces[0].storage_offset()
-    for piece in pieces:
-        if not piece.is_contiguous() or piece.storage_offset() != end:
-            return None
-        end += piece.numel()
-    run = torch.as_strided(pieces[0], (end - pieces[0].storage_offset(),), (1,), pieces[0].storage_offset())
-    return run.view(inner.shape)
-
-
 BUCKET_BYTES = 64 * 2**20
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 Slice = tuple[str, Box]
@@ -177,15 +152,12 @@ class Exchange(Protocol):
 class ReshardingEngine:
     """This rank's part of a plan, again and again.
 
-    Weights are sent a layer at a time, in buckets. Beside what the plan counts (`peak_parameter_bytes`), memory is
-    needed for `bucket_bytes` of buffers (more only where one row of a weight is longer), and for one training slice at
-    a time while it is turned into a view. A training slice that cannot be a view of the generation slice keeps all of
-    its own memory: several parts of a fused weight; a slice that lies partly outside (vocabulary rows that the tensor
-    ranks do not divide evenly; a general reshard).
+    Weights are sent a layer at a time, in buckets, whose buffers take `bucket_bytes` (more only where one row of a
+    weight is longer).
 
-    Every rank of the plan calls `reshard` at the same time; the ranks are those of the communicator. received_bytes:
-    that this rank received so far. checksums: take them of all that is sent, for `arrival`; this reads it once more on
-    either side, on a CPU up to a quarter of a transition's time.
+    Every rank of the plan calls `layers` at the same time; the ranks are those of the communicator. checksums: take
+    them of all that is sent, for `arrival`; this reads it once more on either side, on a CPU up to a quarter of a
+    transition's time.
     """
 
     def __init__(
@@ -205,59 +177,27 @@ class ReshardingEngine:
             group: list(self._plan_buckets(group, list(weights), max(1, bucket_bytes // 2)))
             for group, weights in itertools.groupby(plan.weights, key=lambda weight: weight.group)
         }
-        self.received_bytes = 0
         self._checksums, self._sent, self._received = checksums, Checksums(), Checksums()
-        self._views: dict[str, Tensor] = {}
-        self._away = False
 
-    @torch.no_grad()
-    def reshard(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's weights after the plan, by name, from those before it.
-
-        held: contiguous tensors of the shapes of `plan.source.shard`; empty on a rank that holds none. Some of them are
-        turned into views of what is returned (their `.data` is set): change either and both change.
-        Raises `BadInput` before anything is sent.
-        """
-        self._begin(held)
-        self._away = True
-        gathered: dict[str, Tensor] = {}
-        for group, buckets in self._buckets.items():
-            for name in self._of_group(group):
-                gathered[name] = self._prepare(name, held)
-                mine = self._held.get(name)
-                if mine is not None and mine.boxes != self._gathered[name].boxes:
-                    self._share(held[name], mine, gathered[name], self._gathered[name])
-            for bucket in buckets:
-                self._exchange(bucket, held, gathered)
-        arrived = {name: self._cut(name, held, gathered.pop(name)) for name in self._gathered}
-        return {name: tensor for name, tensor in arrived.items() if tensor is not None}
-
-    @torch.no_grad()
     def layers(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The same weights a layer at a time, for an engine that keeps copies of them; `held` as for `reshard`.
+        """This rank's weights after the plan, by name, a layer at a time, from those before it.
 
-        `held` does not change, so there is nothing to restore; weights that are whole already are yielded without a
-        copy. Beside `held`, memory is needed for one layer: drop each before asking for the next. Every rank iterates
-        to the end.
+        held: contiguous tensors of the shapes of `plan.source.shard`; empty on a rank that holds none. They do not
+        change; weights that are whole already are yielded without a copy. Beside `held`, memory is needed for one
+        layer: drop each before asking for the next. Every rank iterates to the end. Raises `BadInput` before anything
+        is sent.
         """
         self._begin(held)
-        for group, buckets in self._buckets.items():
-            gathered = {name: self._prepare(name, held) for name in self._of_group(group)}
-            for bucket in buckets:
-                self._exchange(bucket, held, gathered)
-            needed = {name: self._needed[name] for name in gathered if name in self._needed}
-            yield {name: laid_out(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
+        for group in self._buckets:
+            yield self._layer(group, held)
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the training tensors memory of their own again; drop what `reshard` returned first, else both exist at
-        once."""
-        while self._views:
-            _, tensor = self._views.popitem()
-            if tensor.untyped_storage().nbytes() == tensor.nbytes:
-                continue  # all of a generation tensor, which is dropped
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        self._away = False
+    @torch.no_grad()  # around a generator it would keep each layer until the next one is there
+    def _layer(self, group: str, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        gathered = {name: self._prepare(name, held) for name in self._gathered if self._weights[name].group == group}
+        for bucket in self._buckets[group]:
+            self._exchange(bucket, held, gathered)
+        needed = {name: self._needed[name] for name in gathered if name in self._needed}
+        return {name: laid_out(gathered.pop(name), self._gathered[name], shard) for name, shard in needed.items()}
 
     def arrival(self) -> Arrival:
         """Whether what the last transition brought is what was sent, by checksums of senders and receivers. Every rank
@@ -282,9 +222,6 @@ class ReshardingEngine:
         if self.rank not in self.plan.ranks or not (found := self.plan.materialised(weight, self.rank)):
             return needed
         return needed if needed is not None and needed.boxes == found else WeightShard(found, weight.shape)
-
-    def _of_group(self, group: str) -> list[str]:
-        return [name for name in self._gathered if self._weights[name].group == group]
 
     def _plan_buckets(self, group: str, weights: list[Weight], limit: int) -> Iterator[_Bucket]:
         """A group's weights in bands of rows of at most `limit` bytes together."""
@@ -321,13 +258,6 @@ class ReshardingEngine:
             fill(gathered, wanted, held[name].data, mine)
         return gathered
 
-    def _share(self, tensor: Tensor, mine: WeightShard, other: Tensor, shard: WeightShard) -> bool:
-        """Turn a tensor into a view of another tensor of the same weight, where its elements lie in it."""
-        view = shared(other, shard, mine)
-        if view is not None:
-            tensor.data = view
-        return view is not None
-
     def _exchange(self, bucket: _Bucket, held: Mapping[str, Tensor], gathered: dict[str, Tensor]) -> None:
         sends = []
         for destinations, slices in bucket.sends.items():
@@ -347,31 +277,13 @@ class ReshardingEngine:
                 receives.append((source, buffer))
                 unpack.append((buffer, views))
         self._communicator.exchange(sends, receives, bucket.group)
-        self.received_bytes += sum(buffer.nbytes for _, buffer in receives)
         for buffer, views in unpack:
             for view, part in zip(views, buffer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part.view(view.shape))
         for source, slices, views in arriving if self._checksums else ():
             self._received.add((source,), slices, views)
 
-    def _cut(self, name: str, held: Mapping[str, Tensor], gathered: Tensor) -> Tensor | None:
-        """The generation shard out of what was gathered; a training slice outside of it gets memory of its own."""
-        wanted, needed, mine = self._gathered[name], self._needed.get(name), self._held.get(name)
-        cut = None if needed is None else laid_out(gathered, wanted, needed)
-        if mine is None:
-            return cut
-        tensor, shares = held[name], self.plan.shares_storage
-        if cut is not None and needed is not None and shares and mine.boxes == needed.boxes == wanted.boxes:
-            return cut  # one tensor before and after: nothing to turn back
-        if cut is not None and needed is not None and shares and self._share(tensor, mine, cut, needed):
-            self._views[name] = tensor
-        elif tensor.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr():
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        return cut
-
     def _begin(self, held: Mapping[str, Tensor]) -> None:
-        if self._away:
-            raise BadInput("reshard() a second time", "training tensors are views since the first", "restore() first")
         if held.keys() != self._held.keys():
             odd = sorted(held.keys() ^ self._held.keys())
             raise BadInput(f"weights {odd[:3]} on rank {self.rank}", f"it holds {len(self._held)} weights by name")
