@@ -142,7 +142,6 @@ class Exchange(Protocol):
     """How the ranks of a pool send tensors to each other: a `Communicator`."""
 
     rank: int
-    world_size: int
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], weights: str = ""
@@ -163,11 +162,6 @@ class ReshardingEngine:
     def __init__(
         self, plan: Plan, communicator: Exchange, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False
     ) -> None:
-        if max(plan.ranks) >= communicator.world_size:
-            raise BadInput(
-                f"a plan for ranks up to {max(plan.ranks)} in a pool of {communicator.world_size}",
-                "its ranks must be those of the pool",
-            )
         self.plan, self._communicator, self.rank = plan, communicator, communicator.rank
         self._weights = {weight.name: weight for weight in plan.weights}
         self._held = {w.name: s for w in plan.weights if (s := plan.source.shard(w, self.rank)) is not None}

@@ -160,7 +160,7 @@ class PatchingExchange:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self.rank, self.world_size = exchange, exchange.rank, exchange.world_size
+        self._exchange, self.rank = exchange, exchange.rank
         self.received_bytes, self.whole_bytes, self.keeps = 0, 0, False
         self._sent: dict[tuple[int, int], Tensor] = {}
         self._received: dict[tuple[int, int], Tensor] = {}
