@@ -139,7 +139,8 @@ class Plan(ABC):
     senders.
 
     source, destination: the distributions before and after, of the same weights. shares_storage: whether a rank's
-    weights of before share memory with those of after, where they are the same elements.
+    weights of before could share memory with those of after, where they are the same elements, as the paper counts
+    (arXiv:2409.19256, section 5.3). Engines here keep weights of their own, which no figure of a plan has.
     """
 
     shares_storage = True
