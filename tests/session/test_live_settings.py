@@ -105,10 +105,14 @@ def test_copies_of_live_training_are_plain_settings(lab: Any) -> None:
     assert not hasattr(lab.actor.training, "__wrong__")
 
 
-def test_several_fields_at_once(lab: Any) -> None:
+def test_several_fields_at_once(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
     kept = lab.actor.spec.training
     lab.actor.training = replace(kept, schedule="linear", total_steps=1000, weight_decay=0.1)
-    assert update_on(lab, stored())["actor/learning_rate"] < kept.learning_rate
+    assert 0 < update_on(lab, stored())["actor/learning_rate"] < kept.learning_rate
+    assert "no weight moves" not in capsys.readouterr().err
+    lab.actor.training.total_steps = 1
+    assert update_on(lab, stored())["actor/learning_rate"] == 0
+    assert "actor.update_actor: the rate is 0 after total_steps=1, and this was" in capsys.readouterr().err
     lab.actor.training = kept
     assert lab.actor.training == kept
 

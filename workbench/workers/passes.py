@@ -21,6 +21,7 @@ from torch import Tensor
 
 from workbench.batches.columns import Ragged
 from workbench.engines.training import Pass, StepReport, TrainingEngine
+from workbench.engines.training.steps import over
 from workbench.errors import BadInput
 from workbench.messages.calls import Output, UpdatePart
 from workbench.messages.metrics import Max, Mean, Metrics, merge_metrics
@@ -277,6 +278,8 @@ class PassWorker(Worker):
             if step == 0:
                 merge_metrics(metrics, {f"first_minibatch/{name}": metric for name, metric in of_step.items()})
             merge_metrics(metrics, of_step)
+        if engine.settings is not None and (said := over(engine.settings, engine.steps)):
+            notes.append(said)
         metrics["optimizer_steps"] = Max(value=engine.steps)
         stopping.note(UpdatePart(steps=epochs * count, of=epochs * count, metrics=dict(metrics)))
         return Output(metrics=metrics, notes=tuple(notes))

@@ -75,6 +75,17 @@ def learning_rate(settings: Training, steps: int) -> float:
     return settings.peak_learning_rate * factor
 
 
+def over(settings: Training, steps: int) -> str:
+    """What to say when the last of `steps` came after the end of the schedule, and moved nothing; else empty."""
+    end = settings.total_steps
+    if settings.schedule not in ("linear", "cosine") or end is None or steps <= end:
+        return ""
+    return (
+        f"the rate is 0 after total_steps={end}, and this was optimizer step {steps}: no weight moves any more. Assign "
+        "a larger training.total_steps (iterations x minibatches x epochs), or the schedule 'constant'"
+    )
+
+
 @dataclass(kw_only=True)
 class LossScale:
     """What losses are multiplied by before the backward pass, and gradients divided by after it, so that small ones do
