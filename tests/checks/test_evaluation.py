@@ -64,6 +64,17 @@ def test_the_numbers_of_a_data_set() -> None:
     assert math.isnan(one["reward_standard_error"])
 
 
+def test_a_prompt_counts_in_each_at_k_with_the_samples_that_did_not_fail() -> None:
+    """Four prompts of four samples, two always and two never solved: each k says one half, whichever rewards failed."""
+    valid = np.ones(16, dtype=bool)
+    valid[[5, 8, 9, 10]] = False  # one of the second prompt, three of the third
+    rewards = torch.tensor([1.0] * 4 + [0.0] * 8 + [1.0] * 4)
+    row = summary(responses(rewards, valid=valid, answer="a", selection_score=np.arange(16.0)), 4)
+    assert [row[f"{of}@{k}"] for k in (1, 2, 4) for of in ("pass", "majority", "best_of")] == [0.5] * 9
+    none = summary(responses(rewards[:8], valid=np.repeat([True, False], 4)), 4)  # a prompt with none is nowhere
+    assert none["pass@1"] == none["pass@4"] == 1.0 and none["failed_fraction"] == 0.5
+
+
 def test_a_reward_at_the_threshold_passes() -> None:
     for threshold in (0.9, 0.7, 0.3, 0.6):
         for column in (torch.full((8,), threshold), Ragged.of([[0.0, threshold]] * 8, torch.float32)):

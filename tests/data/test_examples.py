@@ -64,7 +64,8 @@ def test_forms_of_pairs() -> None:
         ({"prompt": "a", "response": "b"}, "a", "b"),
         ({"question": "a", "answer": "b"}, "a", "b"),
         ({"prompt": [USER], "completion": [said("b")]}, [USER], "b"),
-        ({"messages": [USER, said("b"), USER, said("c")]}, [USER, said("b"), USER], "c"),
+        ({"messages": [said("0"), USER, said("b"), USER, said("c")]}, [said("0"), USER], "b\n\nc"),
+        ({"prompt": "a", "completion": [said("b"), USER, said("c")]}, [USER | {"content": "a"}], "b\n\nc"),
     ],
 )
 def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) -> None:
@@ -85,6 +86,7 @@ def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) 
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1.0}, "1 of 2 rows have no margin"),
         ("demonstrations", {"text": "a"}, r"line 3 has 'text'.*\{'prompt': \.\.\., 'response': \.\.\.\}"),
         ("demonstrations", {"messages": [said("a"), USER]}, "line 3: its messages do not end with an answer"),
+        ("demonstrations", {"prompt": "a", "response": [USER, said("a")]}, "line 3: its messages do not end with"),
         ("demonstrations", {"messages": "a"}, "line 3: 'messages' is 'a'"),
     ],
 )
@@ -114,6 +116,31 @@ def test_tokens_are_those_that_a_rollout_would_have() -> None:
     plain = examples([{"chosen": HH + " I am.", "rejected": HH + " No."}], chat=False).training[0]
     assert text(plain.prompt_ids) == HH
     assert text(plain.answer_ids[0]) == " I am.<|eos|>"
+
+
+def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() -> None:
+    """The tokens that transformers says are the assistant's; a user's and a tool's are read alone."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+        "<|eos|>{% endgeneration %}{% else %}<|user|>{{ m.content }}<|eos|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    turns = [said("b") | {"reasoning_content": "Hm."}, USER, call, {"role": "tool", "content": "3"}, said("c")]
+    both = [{"messages": [USER, *turns]}, {"prompt": USER["content"], "response": turns}]
+    rows = Examples(both, "demonstrations", tokenizer=tokenizer)
+    options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
+    whole: Any = tokenizer.apply_chat_template([USER, *turns], **options)
+    for row in rows.training:
+        assert row.prompt_ids + row.answer_ids[0] == whole["input_ids"]
+        assert [False] * len(row.prompt_ids) + row.learned == [bool(one) for one in whole["assistant_masks"]]
+    mask = rows.table(rows.training)["response_mask"]
+    assert isinstance(mask, Ragged) and mask.rows()[1].tolist() == rows.training[1].learned
+    with expect_error(BadInput, rule="does not write it", remedy="into the content"):
+        examples([{"messages": [USER, call]}], "demonstrations")
 
 
 def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:

@@ -81,8 +81,8 @@ class HPT(Algorithm):
         )
 
     def set_aside(self, batch: Batch) -> Batch:
-        """The prompts, with their demonstrations as the columns `demonstration` and `demonstration_ids`."""
-        return batch.drop("response_mask").rename(response="demonstration", response_ids="demonstration_ids")
+        """The prompts, with their demonstrations as columns `demonstration`, `demonstration_ids`, `..._mask`."""
+        return batch.rename(**{f"response{end}": f"demonstration{end}" for end in ("", "_ids", "_mask")})
 
     def choose(self, batch: Batch) -> Batch:
         """Rows to learn from. Of a prompt that passes: its responses. Of another one: its demonstration, which is
@@ -90,7 +90,8 @@ class HPT(Algorithm):
 
         Metrics: `pass_rate/mean` of all prompts, `demonstrated/fraction` of them.
         """
-        given = ("response_ids", "response_mask", "advantages", "demonstration_ids", "rewards", "prompt_uid")
+        given = [f"{of}_{what}" for of in ("response", "demonstration") for what in ("ids", "mask")]
+        given += ["advantages", "rewards", "prompt_uid"]
         counting = tuple(name for name in COUNTING if name in batch.names)
         sampled = tuple(name for name in ("rollout_log_prob", *MASK_COLUMNS) if name in batch.names)
         table = batch.fetch([*given, *counting, *sampled])
@@ -103,8 +104,10 @@ class HPT(Algorithm):
                 continue
             demonstrated[row] = prompt not in seen
             seen.add(prompt)
-            ids = columns["demonstration_ids"][row][: None if demonstrated[row] else 0]
-            columns["response_ids"][row], columns["response_mask"][row] = ids, torch.ones(len(ids), dtype=torch.bool)
+            end = None if demonstrated[row] else 0
+            for name in ("ids", "mask"):
+                columns[f"response_{name}"][row] = columns[f"demonstration_{name}"][row][:end]
+            ids = columns["response_ids"][row]
             columns["advantages"][row] = torch.zeros(len(ids))
             for name in sampled:  # an empty set of tokens: all could be drawn
                 columns[name][row] = torch.zeros(0 if name == "sampling_mask_ids" else len(ids))

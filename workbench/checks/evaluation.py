@@ -281,9 +281,10 @@ def _passed(rewards: np.ndarray, threshold: float) -> np.ndarray:
 def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
     """The row of a data set, of its responses; the samples of a prompt stand side by side.
 
-    Responses that failed count nowhere but in `failed_fraction`, and pass@k is of the prompts with at least k valid
-    samples. The standard error is that of the prompts' means: samples of one prompt are not independent of each other
-    (Miller 2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
+    Responses that failed count nowhere but in `failed_fraction`. A prompt of which fewer than k are left counts in each
+    `...@k` with all that it has: left out, the prompts whose rewards fail most would be missing for large k alone, and
+    pass@k would rise or fall with them. The standard error is that of the prompts' means: samples of one prompt are not
+    independent of each other (Miller 2024, https://arxiv.org/abs/2411.00640, section 2.2). NaN for one prompt.
     """
     valid = found["valid"].to_numpy()
     kept, lengths = found[valid], found["response_tokens"].to_numpy()[valid]
@@ -296,21 +297,21 @@ def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
         "reward_standard_error": float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan"),
     }
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
-    enough = {k: [one for one in prompts if len(one) >= k] for k in ks}
-    row |= {
-        f"pass@{k}": _mean([pass_at_k(len(one), int(one["passed"].sum()), k) for one in of]) for k, of in enough.items()
-    }
+    for k in ks:
+        row[f"pass@{k}"] = _mean([pass_at_k(n := len(one), int(one["passed"].sum()), min(k, n)) for one in prompts])
     row["response_tokens_mean"] = _mean(lengths)
     row["truncated_fraction"] = 1 - _mean(kept["finished"].to_numpy())
     row["failed_fraction"] = float(1 - valid.mean())
-    for k, of_k in enough.items():
+    for k in ks:
         if "answer" in found:
             row[f"majority@{k}"] = _mean(
-                [majority_at_k(one["answer"].tolist(), one["passed"].tolist(), k) for one in of_k]
+                [majority_at_k(one["answer"].tolist(), one["passed"].tolist(), min(k, len(one))) for one in prompts]
             )
         if "selection_score" in found:
-            scored = [one for one in (one[one["selection_score"].notna()] for one in prompts) if len(one) >= k]
-            best = [best_of_k(one["selection_score"].tolist(), one["reward"].tolist(), k) for one in scored]
+            scored = [one for one in (one[one["selection_score"].notna()] for one in prompts) if len(one)]
+            best = [
+                best_of_k(one["selection_score"].tolist(), one["reward"].tolist(), min(k, len(one))) for one in scored
+            ]
             row[f"best_of@{k}"] = _mean(best)
     if "selection_score" in found:  # of the responses that did not fail before
         row["selection_failed_fraction"] = _mean(kept["selection_score"].isna().to_numpy())

@@ -29,46 +29,62 @@ class Example:
     """One row, read.
 
     prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
-    one. margin: of a pair, by how much more the chosen answer is preferred; None where the row does not say.
-    desirable: of feedback, whether the answer was rated as good. tools: the row's own, see `row_tools`.
+    one. turns: of a demonstration, the messages from its answer on, where it is not a text. margin: of a pair, by how
+    much more the chosen answer is preferred; None where the row does not say. desirable: of feedback, whether the
+    answer was rated as good. tools: the row's own, see `row_tools`.
     """
 
     prompt: Conversation
     answers: tuple[str, ...]
+    turns: Sequence[Message] = ()
     margin: float | None = None
     desirable: bool = True
     tools: Sequence[Any] = ()
 
 
-def demonstration(row: Row, where: str) -> Example:
-    """The demonstration of a row: its last answer is what is learned.
+def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
+    """The demonstration of a row: what the assistant says is learned, in a conversation each of its turns behind the
+    first message.
 
-        {"prompt": text or messages, "response": text}     also "question"; also "completion", "answer"
+        {"prompt": text or messages, "response": text or messages}     also "question"; also "completion", "answer"
         {"messages": [..., {"role": "assistant", ...}]}
 
-    where: the row's place, for errors. Raises `BadInput`.
+    rated: of feedback, whose answer is the last one. where: the row's place, for errors. Raises `BadInput`.
     """
     prompt = next((name for name in PROMPTS if name in row), None)
     response = next((name for name in RESPONSES if name in row), None)
     if prompt and response:
-        return Example(prompt=_prompt(row[prompt], where, prompt), answers=(_answer(row[response], where, response),))
-    if "messages" in row:
+        before, said = _prompt(row[prompt], where, prompt), row[response]
+        if rated or isinstance(said, str):
+            return Example(prompt=before, answers=(_answer(said, where, response),))
+        before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+        messages, first = [*before, *_messages(said, where, response)], len(before)
+    elif "messages" in row:
         messages = _messages(row["messages"], where, "messages")
-        if len(messages) > 1 and messages[-1]["role"] == "assistant":
-            return Example(prompt=messages[:-1], answers=(_said(messages[-1], where),))
+        answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+        first = answers[-1 if rated else 0] if answers else len(messages)
+    else:
         raise BadInput(
-            f"{where}: its messages do not end with an answer", "the last message is the assistant's", "drop the row"
+            f"{where} has {', '.join(map(repr, row)) or 'no columns'}",
+            "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
+            "rename its columns, or drop the row",
         )
-    raise BadInput(
-        f"{where} has {', '.join(map(repr, row)) or 'no columns'}",
-        "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
-        "rename its columns, or drop the row",
-    )
+    turns = messages[first:]
+    if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+        raise BadInput(
+            f"{where}: its messages do not end with an answer",
+            "the last message is the assistant's, and so is the first of a response",
+            "drop the row",
+        )
+    if rated:
+        return Example(prompt=messages[:first], answers=(_said(turns[0], where),))
+    texts = [message["content"] for message in turns if message["role"] == "assistant"]
+    return Example(prompt=messages[:first], answers=("\n\n".join(texts),), turns=turns)
 
 
 def feedback(row: Row, where: str) -> Example:
-    """The rated answer of a row: what `demonstration` reads, and "label" (or "desirable"), true or false (1 or 0),
-    whether the answer is good.
+    """The rated answer of a row, of messages the last one: what `demonstration` reads, and "label" (or "desirable"),
+    true or false (1 or 0), whether the answer is good.
 
         {"prompt": text or messages, "completion": text, "label": true}
 
@@ -82,7 +98,7 @@ def feedback(row: Row, where: str) -> Example:
             "feedback is {'prompt': ..., 'response': ..., 'label': true or false}",
             "add a column 'label': whether the answer is good; of a pair make two rows",
         )
-    return replace(demonstration(row, where), desirable=bool(row[label]))
+    return replace(demonstration(row, where, rated=True), desirable=bool(row[label]))
 
 
 def pair(row: Row, where: str) -> Example:

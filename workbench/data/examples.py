@@ -15,7 +15,7 @@ from pydantic import Field
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table
 from workbench.data.example_rows import Example, demonstration, dialogue, feedback, pair
-from workbench.data.prompt_rows import row_tools
+from workbench.data.prompt_rows import Message, row_tools
 from workbench.data.prompt_stream import Feed
 from workbench.data.prompts import EpochRows
 from workbench.data.readers import BadRows, Overlong, Row, Rows, counts
@@ -25,7 +25,7 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools
 from workbench.models.control_tokens import as_text, encoded
-from workbench.models.tokenizers import as_template_writes, turn_end
+from workbench.models.tokenizers import as_template_writes, render_reply, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
 
@@ -50,11 +50,13 @@ ANSWERS: dict[Kind, tuple[str, ...]] = {
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
     """One row as token ids. An answer ends as a rollout does that came to its end: with the end of a turn in the chat
-    template where it goes through that, else with EOS."""
+    template where it goes through that, else with EOS. Of several turns it has the tokens that a rollout with an
+    environment has. learned: of the first answer, which tokens are the assistant's."""
 
     example: Example
     prompt_ids: list[int]
     answer_ids: tuple[list[int], ...]
+    learned: list[bool]
 
     @property
     def tokens(self) -> int:
@@ -123,9 +125,9 @@ class Examples(EpochRows[Tokenized]):
 
     def table(self, rows: Sequence[Tokenized]) -> Table:
         """The rows as columns of a batch: `prompt`, `prompt_ids`, each answer as text and as `..._ids`; for
-        demonstrations also `response_mask`, all ones; for feedback `desirable`, and `mismatched_ids`: the answer of the
-        row before (of the last one for the first), cut where it is too long for this row's prompt, which KTO's
-        reference point is estimated from; `margin` where the rows have one."""
+        demonstrations also `response_mask`, 1 where a token is the assistant's; for feedback `desirable`, and
+        `mismatched_ids`: the answer of the row before (of the last one for the first), cut where it is too long for
+        this row's prompt, which KTO's reference point is estimated from; `margin` where the rows have one."""
         prompts = [row.example.prompt for row in rows]
         table: Table = {
             "prompt": [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts],
@@ -135,7 +137,7 @@ class Examples(EpochRows[Tokenized]):
             table[name] = [row.example.answers[i] for row in rows]
             table[f"{name}_ids"] = ids = Ragged.of([row.answer_ids[i] for row in rows], torch.int64)
             if self.kind == "demonstrations":
-                table["response_mask"] = ids.like(torch.ones(len(ids.values), dtype=torch.bool))
+                table["response_mask"] = ids.like(torch.tensor([one for row in rows for one in row.learned]))
         if self.kind == "feedback":
             answers = [row.answer_ids[0] for row in (*rows[-1:], *rows[:-1])]
             rooms = [self.max_tokens - len(row.prompt_ids) for row in rows]
@@ -200,30 +202,46 @@ class Examples(EpochRows[Tokenized]):
             self.dropped += 1
             return None
         self.cut += 1
-        return Tokenized(example=example, prompt_ids=start + rest, answer_ids=tokenized.answer_ids)
+        return replace(tokenized, prompt_ids=start + rest)
 
     def _tokenize(self, example: Example) -> Tokenized:
         tokenizer, prompt, answers, tools = self._tokenizer, example.prompt, example.answers, example.tools
         chat = self._chat or not isinstance(prompt, str)
         if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
             prompt, answers = turns, tuple(answer.removeprefix(" ") for answer in answers)
+        begun = ""
+        if chat and isinstance(chat, ChatFormat):
+            prompt, begun = chat.messages(prompt), chat.prefill
+        said: Sequence[Any] = answers
         if chat:
-            begun = ""
-            if isinstance(chat, ChatFormat):
-                prompt, begun = chat.messages(prompt), chat.prefill
-            answers = tuple(as_template_writes(tokenizer, answer).removeprefix(begun) for answer in answers)
-        end = self._turn_end if chat else tokenizer.eos_token_id
+            said = [example.turns] if example.turns else [[{"role": "assistant", "content": one}] for one in answers]
         if not self.control_tokens:
-            given, (prompt, answers, tools) = (prompt, answers, tools), as_text(tokenizer, (prompt, answers, tools))
-            self.with_control_tokens += given != (prompt, answers, tools)
-        ids = [encoded(tokenizer, answer) for answer in answers]
+            given, (prompt, said, tools) = (prompt, said, tools), as_text(tokenizer, (prompt, said, tools))
+            self.with_control_tokens += given != (prompt, said, tools)
+        prompt_ids = render_prompt(tokenizer, prompt, chat=with_row_tools(chat, tools, tokenizer))
+        found = [self._turns(one, begun) if chat else self._plain(one) for one in said]
+        answer_ids = tuple(ids for ids, _ in found)
+        return Tokenized(example=example, prompt_ids=prompt_ids, answer_ids=answer_ids, learned=found[0][1])
+
+    def _plain(self, answer: str) -> tuple[list[int], list[bool]]:
+        ids, eos = encoded(self._tokenizer, answer), self._tokenizer.eos_token_id
         # a text that was rendered before may have its end already
-        ends = () if chat else (end, self._turn_end)
-        return Tokenized(
-            example=example,
-            prompt_ids=render_prompt(tokenizer, prompt, chat=with_row_tools(chat, tools, tokenizer)),
-            answer_ids=tuple(one if one and one[-1] in ends else [*one, end] for one in ids),
-        )
+        ids = ids if ids and ids[-1] in (eos, self._turn_end) else [*ids, eos]
+        return ids, [True] * len(ids)
+
+    def _turns(self, messages: Sequence[Message], begun: str) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation from an answer on, and which are the assistant's. begun: how the first one begins
+        in the prompt."""
+        ids, learned, between = list[int](), list[bool](), list[Message]()
+        for message in messages:
+            if message["role"] != "assistant":
+                between.append(message)
+                continue
+            lead = render_reply(self._tokenizer, between, after=ids[-1]) if ids else []
+            text = as_template_writes(self._tokenizer, message).removeprefix("" if ids else begun)
+            turn = [*encoded(self._tokenizer, text), self._turn_end]
+            ids, learned, between = [*ids, *lead, *turn], learned + [False] * len(lead) + [True] * len(turn), []
+        return ids, learned
 
     def _need_margins(self) -> None:
         rows = [*self.training, *self.held_out]

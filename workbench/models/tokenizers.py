@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
+from workbench.errors.plain_text import shown
 from workbench.models.chat_template import rendered
-from workbench.models.control_tokens import encoded, special_tokens
+from workbench.models.control_tokens import encoded, special_tokens, unmarked
 from workbench.models.resolve import quiet_transformers, resolve
 
 if TYPE_CHECKING:
@@ -151,9 +152,24 @@ def has_texts(value: object) -> bool:
 TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
 
 
-def as_template_writes(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
-    """An answer as it stands in a conversation that the chat template writes: some templates take white space off. What
-    else they take out, such as the reasoning of turns before, stays."""
+def as_template_writes(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> str:
+    """A turn of the assistant as it stands in a conversation that the chat template writes: some templates take white
+    space off. Calls of tools, and reasoning in a key of its own, stand there as the template writes them. What else it
+    takes out, such as the reasoning of turns before, stays. Raises `BadInput` where it leaves a call or reasoning out.
+    """
+    answer, calls = str(message["content"]), message.get("tool_calls") or ()
+    apart = [call.get("function", call).get("name") for call in calls] + [message.get("reasoning_content")]
+    if wanted := [str(one).strip() for one in apart if one]:
+        question = {"role": "user", "content": "-"}
+        head, whole = rendered(tokenizer, [question]), rendered(tokenizer, [question, message], next_turn=False)
+        tail = behind_turn(tokenizer)
+        if whole.startswith(head) and whole.endswith(tail) and all(one in whole for one in wanted):
+            return whole[len(head) : len(whole) - len(tail)]
+        raise BadInput(
+            f"the answer {unmarked(shown(message, 120))} with {'tool_calls' if calls else 'reasoning_content'}",
+            f"the chat template of {tokenizer.name_or_path!r} does not write it behind the head of a turn",
+            "write it into the content as the model does, or drop the row",
+        )
     said = answer.strip()
     if answer == said:
         return answer
