@@ -133,7 +133,8 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
     both = [{"messages": [USER, *turns]}, {"prompt": USER["content"], "response": turns}]
     rows = Examples(both, "demonstrations", tokenizer=tokenizer)
     options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
-    whole: Any = tokenizer.apply_chat_template([USER, *turns], **options)
+    told: Any = [USER, *turns]
+    whole: Any = tokenizer.apply_chat_template(told, **options)
     for row in rows.training:
         assert row.prompt_ids + row.answer_ids[0] == whole["input_ids"]
         assert [False] * len(row.prompt_ids) + row.learned == [bool(one) for one in whole["assistant_masks"]]

@@ -175,7 +175,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del notebook[name]
 
 
-def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any) -> None:
+def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     cell("def cell_weight():\n    return 1.0")
     score = cell("def cell_score(prompt, response, **row):\n    return cell_weight()")
     critic = cell(
@@ -199,9 +199,14 @@ def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any) -> None:
             "    def told(self):\n        self.calls += 1\n        return 'new', self.calls\n"
             "    @wb.register('ONE_TO_ALL')\n    def more(self):\n        return super().describe()['role']"
         )
+        capsys.readouterr()
+        assert [lab.critic.told(), lab.critic.told()] == [[("old", 2)], [("old", 3)]]  # it is said once
+        told = capsys.readouterr().out
+        assert told.count("cell_score, or what it uses, was defined again since the reward role got it") == 1
+        assert told.count("CellCritic, or what it uses, was defined again") == 1 and "lab.reload()" in told
         report = lab.reload()
         assert report.df.loc["kernel", "roles"] == "critic, reward"
-        assert lab.critic.told() == [("new", 2)]
+        assert lab.critic.told() == [("new", 4)]
         assert lab.critic.more() == ["CellCritic"]
         assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == [3.0] * 4
 

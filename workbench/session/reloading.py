@@ -89,6 +89,9 @@ class ReloadReport:
         return table(self._rows, caption=repr(self).strip("<>"))
 
 
+TAKE = "lab.reload() takes edits over, lab.autoreload() does so before each stage"
+
+
 class Reloader:
     """Takes edited code over. groups_of_process: gives the groups of every workbench of this process whose workers run
     in it: with code that the kernel takes over theirs is new, too."""
@@ -98,6 +101,7 @@ class Reloader:
         self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
         self._told: dict[str, Stamp] | None = None  # the files of this kernel when their edits were last told of
+        self._told_of_cells: dict[str, Model] = {}  # what `_redefined` gave then
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
@@ -174,7 +178,16 @@ class Reloader:
             print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
     def _tell_of_edits(self) -> None:
-        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it."""
+        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, and
+        once for each function of a cell that a role has and the cell defines anew."""
+        models = self._hosts.description.models  # inline, what a function uses by name is the notebook's own
+        redefined = {k: v for k, v in self._redefined().items() if not self._hosts.inline or v != models[k]}
+        if redefined != self._told_of_cells:
+            self._told_of_cells = redefined
+            for role, model in redefined.items():
+                name = name_of(model.function or model.worker)
+                what = f"{name}, or what it uses, was defined again since the {role} role got it"
+                print(f"{what}, which goes on with the code of before; {TAKE}")
         loaded.note()
         files = _stamps({source.path for source in loaded.texts.values()})
         if self._hosts.inline or files == self._told:
@@ -188,8 +201,7 @@ class Reloader:
                 found |= set(pending.result() if pending.done() else ())
         if found:
             print(
-                f"{_few(sorted(found))}: edited since the hosts loaded it, and they go on with the code of before; "
-                "lab.reload() takes edits over, lab.autoreload() does so before each stage"
+                f"{_few(sorted(found))}: edited since the hosts loaded it, and they go on with the code of before; {TAKE}"
             )
 
     # --- what has changed ---------------------------------------------------------------------------------------------
