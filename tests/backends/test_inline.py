@@ -165,7 +165,9 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "forward", pressed)
         with expect_error(
-            StageInterrupted, rule="things are as before the stage", remedy="run the cell again to go on"
+            StageInterrupted,
+            rule="things are as before the stage",
+            remedy="the same call again, on the same batch, goes on",
         ):
             lab.critic.compute_values(batch)
         presses = 2

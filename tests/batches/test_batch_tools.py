@@ -210,7 +210,7 @@ def test_a_host_pulls_renamed_columns_from_another() -> None:
 
 def test_a_table_is_any_mapping_and_another_form_is_told_how_to_become_one(lab: wb.Workbench) -> None:
     assert lab.put(MappingProxyType({"a": torch.arange(2)})).rows == 2
-    for table, remedy in ((pd.DataFrame({"a": [1.0]}), "to_numpy"), ({"a": np.arange(2)}, "from_numpy"), (3, "put")):
+    for table, remedy in ((pd.DataFrame({"a": [1.0]}), "tolist"), ({"a": np.arange(2)}, "from_numpy"), (3, "put")):
         with expect_error(BadInput, value="put", remedy=remedy):
             lab.put(table)
 

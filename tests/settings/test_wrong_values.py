@@ -14,7 +14,7 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.batches.columns import rows_at
+from workbench.batches.columns import Ragged, ragged_in, rows_at
 from workbench.errors import BadInput, StageError
 from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
@@ -63,6 +63,27 @@ def test_rewards_that_are_not_finite(lab: wb.Workbench, batch: wb.Batch) -> None
         lab.compute_advantages(lab.put(table), estimator="reinforce_pp")
 
 
+def test_lists_of_numbers_are_what_stages_read(lab: wb.Workbench, batch: wb.Batch) -> None:
+    """A table through pandas and back: the same numbers, of the same dtypes, and the same advantages."""
+    names = ["prompt_ids", "prompt_uid", "response_ids", "response_mask", "rewards", "valid"]
+    table, given = batch.fetch(names), lab.put({name: batch.df([name])[name].tolist() for name in names})
+    for name, column in given.fetch(names).items():
+        pairs = [(column, table[name])]
+        if isinstance(column, Ragged):
+            pairs = [(getattr(column, part), getattr(table[name], part)) for part in ("values", "lengths")]
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    both = [
+        lab.compute_advantages(lab.critic.compute_values(lab.actor.compute_log_prob(one))) for one in (batch, given)
+    ]
+    first, second = (ragged_in(one.fetch(["advantages"]), "advantages").values for one in both)
+    assert torch.equal(first, second)
+    asked = lab.put({"prompt_ids": [[1, 5], [1, 7, 2]], "prompt_uid": [0, 1]})
+    assert lab.actor.generate_sequences(asked, max_new_tokens=2).rows == 2
+    with expect_error(BadInput, value="'prompt_ids' is float32"):
+        lab.actor.generate_sequences(lab.put({"prompt_ids": [[1.5], [2.0]], "prompt_uid": [0, 1]}))
+
+
 def test_rewards_that_are_text(lab: wb.Workbench, batch: wb.Batch) -> None:
     table = lab.critic.compute_values(batch).fetch()
     table["rewards"] = ["good", "bad", "good", "bad"]
@@ -80,7 +101,7 @@ def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> Non
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (lambda batch: batch.df(["rewards"]), r"put\(DataFrame\).*dict of columns.*torch\.tensor"),
+        (lambda batch: batch.df(["rewards"]), r"put\(DataFrame\).*dict of columns.*tolist"),
         (lambda batch: {"a": torch.tensor(3.0)}, "column 'a' is a tensor without axes"),
         (lambda batch: {"a": torch.zeros(3).numpy()}, "column 'a' is a ndarray.*from_numpy"),
         (lambda batch: 7, r"put\(7\)"),

@@ -182,11 +182,11 @@ def _right_dtype(schema: ColumnSchema, dtype: torch.dtype) -> bool:
 def _wrong_kind(name: str, column: ColumnValues, schema: ColumnSchema, where: str) -> BadInput:
     remedy = ""
     if isinstance(column, list):
-        remedy = f"make it of torch.tensor([float(x) for x in batch.fetch([{name!r}])[{name!r}]])"
+        remedy = f"put numbers: lab.put({{**batch.fetch(), {name!r}: [...]}})"
     elif isinstance(column, Tensor) and column.ndim == 2 and column.shape[1] == 1:
         remedy = "x[:, 0] of a tensor [rows, 1] is one [rows]"
     elif isinstance(column, Tensor) and schema.holds == "token ids":
-        remedy = "Ragged.of(rows, torch.int64) makes one of lists of token ids"
+        remedy = f"put a list of token ids for each row, without padding: lab.put({{{name!r}: [[1, 5], [1, 7, 2]]}})"
     elif isinstance(column, Tensor):
         remedy = (
             "for one number a row x: mask = batch.fetch(['response_mask'])['response_mask']; "

@@ -178,8 +178,8 @@ class Reloader:
             print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
     def _tell_of_edits(self) -> None:
-        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, and
-        once for each function of a cell that a role has and the cell defines anew."""
+        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, or
+        a role with a function or class that a cell has defined anew."""
         models = self._hosts.description.models  # inline, what a function uses by name is the notebook's own
         redefined = {k: v for k, v in self._redefined().items() if not self._hosts.inline or v != models[k]}
         if redefined != self._told_of_cells:
@@ -200,9 +200,8 @@ class Reloader:
             with suppress(WorkbenchError):  # of a host that is gone the stage itself tells
                 found |= set(pending.result() if pending.done() else ())
         if found:
-            print(
-                f"{_few(sorted(found))}: edited since the hosts loaded it, and they go on with the code of before; {TAKE}"
-            )
+            edited = _few(sorted(found))
+            print(f"{edited}: edited since the hosts loaded it, and they go on with the code of before; {TAKE}")
 
     # --- what has changed ---------------------------------------------------------------------------------------------
 

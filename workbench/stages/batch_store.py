@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from workbench.backends.hosts import Hosts
 from workbench.batches import files
 from workbench.batches.batch import Batch
-from workbench.batches.columns import Table, assembled, check_form, describe, from_wire, nbytes, to_wire
+from workbench.batches.columns import Ragged, Table, assembled, check_form, describe, from_wire, nbytes, to_wire
 from workbench.batches.location import Column, Location, ShardCounts, ShardId
+from workbench.batches.schema import SCHEMA
 from workbench.batches.store import Origin, Store
 from workbench.batches.vocabulary import Vocabulary
 from workbench.display.interrupts import stoppable
@@ -53,7 +56,9 @@ class BatchStore:
         (without an actor, of the first role's that has a model).
 
         table: name -> Tensor [rows, ...], `Ragged`, or list of Python objects, all of equally many rows (what
-        `Batch.fetch` gives). meta: plain values that travel along, such as the sampling temperature.
+        `Batch.fetch` gives). Of a column that stages know, such as "rewards" or "prompt_ids", a list of numbers, or of
+        a list of numbers for each row, becomes what they read. meta: plain values that travel along, such as the
+        sampling temperature.
         """
         found, where = _as_table(table), "put()" if owner == "notebook" else owner
         meta = _as_meta(meta, where)
@@ -187,12 +192,24 @@ def _as_table(table: Any) -> Table:
         raise BadInput(
             f"put({type(table).__name__})",
             "a table is a dict of columns",
-            "write {'rewards': torch.tensor(df['rewards'].to_numpy()), 'text': df['text'].tolist()}; token ids are "
-            "Ragged.of(df['prompt_ids'].tolist(), torch.int64)",
+            "write {'rewards': df['rewards'].tolist(), 'prompt_ids': df['prompt_ids'].tolist()}",
         )
     if not isinstance(table, Mapping):
         raise BadInput(f"put({shown(table)})", "a table is a dict of columns", "put({'rewards': ...})")
-    found: Table = dict(table)
+    found: Table = {name: _as_numbers(name, column) for name, column in table.items()}
     for name, column in found.items():
         check_form(name, column, BadInput, "put(): ")
     return found
+
+
+def _as_numbers(name: str, column: Any) -> Any:
+    """A column that stages know, given as lists, with the dtype of the numbers; what it is where they are none."""
+    schema = SCHEMA.get(name)
+    if not isinstance(column, list) or schema is None or schema.holds == "text":
+        return column
+    with suppress(TypeError, ValueError, RuntimeError):
+        if schema.row == "one" or not isinstance(next(iter(column), 0), Sequence | np.ndarray):
+            return torch.tensor(column)
+        values = torch.tensor([number for row in column for number in row])
+        return Ragged(values if len(values) else values.long(), torch.tensor([len(row) for row in column]))
+    return column

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.stages.stage import StageRun
 
 AS_BEFORE = "things are as before the stage"
-AGAIN = "run the cell again to go on"
+AGAIN = "the same call again, on the same batch, goes on"
 
 
 def as_before(name: str) -> StageInterrupted:
