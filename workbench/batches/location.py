@@ -194,11 +194,12 @@ def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 def minibatch_rows(rows: int, minibatches: int) -> Chunks:
     """Consecutive rows, cut into equally many minibatches."""
-    if rows % minibatches:
+    if left := rows % minibatches:
+        fewer = f"batch.take(range({rows - left})) leaves {left} out, or " if rows > minibatches else ""
         raise BadInput(
             f"{rows} rows in {minibatches} minibatches",
             "the minibatches of an update must be equally large",
-            f"choose minibatches that divide {rows}, or another number of rows",
+            f"{fewer}assign a training.minibatches that divides {rows}",
         )
     return np.split(np.arange(rows), minibatches)
 
