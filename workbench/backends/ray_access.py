@@ -15,14 +15,13 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home
-from workbench.support.surroundings import take_over
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -94,18 +93,6 @@ def session_folder() -> Path:
             remedy,
         )
     return folder / "ray"
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have `values` in this process's environment for as long as it joins Ray: a program that it starts later must not
-    take them for the user's own settings, and start an open head because of them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        take_over({"variables": before})
 
 
 @contextlib.contextmanager
