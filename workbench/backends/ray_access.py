@@ -22,6 +22,7 @@ from typing import Any
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home
+from workbench.support.replaced import replaced
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -107,14 +108,9 @@ def reached_at(ray: Any, target: str) -> Iterator[None]:
     host = host.strip("[]")
     if reason := silent(host, port):
         raise no_answer(target, reason)
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    if _is_loopback(host) and silent(ray.util.get_node_ip_address(), port):
-        constants.ENABLE_RAY_CLUSTER = False
-    try:
+    alone = _is_loopback(host) and silent(ray.util.get_node_ip_address(), port)
+    with replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False) if alone else contextlib.nullcontext():
         yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
 
 
 def _is_loopback(host: str) -> bool:
