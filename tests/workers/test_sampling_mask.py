@@ -290,7 +290,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     ((micro,),) = each_minibatch(shard, 1000, everyone(), torch.device("cpu"))
 
     def objective() -> torch.Tensor:
-        log_probs, entropy = worker_module(**micro.scored(0.7, with_entropy=True, sets=mask.sets))
+        log_probs, entropy = worker_module(**micro.scored(0.7, with_entropy=True, sets=mask))
         total: torch.Tensor = log_probs.double().mean() + 0.3 * entropy.double().mean()
         return total
 

@@ -52,10 +52,6 @@ class Backend(ABC):
         """End all hosts of some pools, and free what they hold; those that have ended are no error."""
 
     @abstractmethod
-    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
-        """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
-
-    @abstractmethod
     def execute(self, hosts: Sequence[str], calls: Sequence[Call], progress: Progress) -> Iterator[Pending]:
         """A call for each of some hosts, sent when its answer is taken; calls to one host run one at a time, in order.
 

@@ -26,7 +26,6 @@ import psutil
 from workbench.backends import registry
 from workbench.backends.ray_access import (
     LOOPBACK_ALONE,
-    environment,
     no_answer,
     others_access,
     own_access,
@@ -36,6 +35,7 @@ from workbench.backends.ray_access import (
 from workbench.errors import BadInput, HostDied, MissingDependency, NotFound, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home, locked
+from workbench.support.surroundings import with_variables
 
 NAMESPACE = "workbench"
 START_TIMEOUT_S = 150
@@ -211,7 +211,9 @@ def connect(address: str | None = None, *, start: bool = True, note: Note = lamb
         # Ray would end this process once its head has been gone for a minute: `head_is_gone` asks before each call
         access = {PATIENCE: os.environ.get(PATIENCE, str(10**9)), **own_access()} if own_head else others_access(target)
         try:
-            with _keeps_handler(), environment(access), reached_at(ray, target):
+            # only until it has joined: a program that this process starts later must not take them for the user's own
+            # settings, and start an open head because of them
+            with _keeps_handler(), with_variables(access), reached_at(ray, target):
                 # Ray reads its settings when it is imported; it may have been imported before they were made
                 ray._raylet.Config.initialize("")
                 ray._raylet.AuthenticationTokenLoader.instance().reset_cache()

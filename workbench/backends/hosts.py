@@ -104,7 +104,7 @@ class Hosts:
         """Find the processes that another kernel started; returns the names of those that are gone."""
         backend = RayBackend(self.description.id, address, driver=controller, start=False)
         self.backend = backend
-        gone = set(backend.attach(self.infos))
+        gone = backend.attach(self.infos)
         self.lost |= {info.pool: f"the end of host {info.name}" for info in self.infos if info.name in gone}
         return gone
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.backends.base import Backend, Pending, Progress
-from workbench.errors import BadInput, NotFound
+from workbench.errors import BadInput
 from workbench.errors.containing import contained, passes
 from workbench.messages.calls import Call, HostInfo
-from workbench.support.surroundings import take_over
+from workbench.support.surroundings import set_variables
 from workbench.workers.host import Host
 
 # What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
@@ -71,7 +71,7 @@ class _Kernel:
             return
         if dist.is_initialized() and not self._had_group:
             dist.destroy_process_group()
-        take_over({"variables": self._variables})
+        set_variables(self._variables)
         torch.set_num_threads(self._threads)
         warnings.filters[:] = [one for one in warnings.filters if one not in self._filters]  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 (caches of what was warned of)
@@ -144,9 +144,6 @@ class InlineBackend(Backend):
     def end(self, infos: Sequence[HostInfo]) -> None:
         for info in infos:
             self._hosts.pop(info.name).close()
-
-    def attach(self, infos: Sequence[HostInfo]) -> set[str]:
-        raise NotFound("an inline workbench", "it ended with its kernel", "open it again")
 
     def call(self, host: str, method: str, *args: Any) -> Any:
         """A host's view of its peers."""

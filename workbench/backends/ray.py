@@ -405,6 +405,7 @@ class RayBackend(Backend):
         return group
 
     def attach(self, infos: Sequence[HostInfo]) -> set[str]:
+        """Find hosts that an earlier kernel started; the names of those that are gone, `HostDied` if all are."""
         lost = set[str]()
         for info in infos:
             try:

@@ -15,14 +15,14 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadInput, WorkbenchError
 from workbench.support import files
 from workbench.support.files import home
-from workbench.support.surroundings import take_over
+from workbench.support.replaced import replaced
 
 RAYS_TOKEN = Path("~/.ray/auth_token").expanduser()
 CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -97,18 +97,6 @@ def session_folder() -> Path:
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have `values` in this process's environment for as long as it joins Ray: a program that it starts later must not
-    take them for the user's own settings, and start an open head because of them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        take_over({"variables": before})
-
-
-@contextlib.contextmanager
 def reached_at(ray: Any, target: str) -> Iterator[None]:
     """Have Ray use the loopback for `target` where its head listens there alone: for 127.0.0.1 Ray would otherwise take
     the machine's own address. Raises `WorkbenchError` where nothing listens: Ray would try for minutes, and an
@@ -120,14 +108,9 @@ def reached_at(ray: Any, target: str) -> Iterator[None]:
     host = host.strip("[]")
     if reason := silent(host, port):
         raise no_answer(target, reason)
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    if _is_loopback(host) and silent(ray.util.get_node_ip_address(), port):
-        constants.ENABLE_RAY_CLUSTER = False
-    try:
+    alone = _is_loopback(host) and silent(ray.util.get_node_ip_address(), port)
+    with replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False) if alone else contextlib.nullcontext():
         yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
 
 
 def _is_loopback(host: str) -> bool:

@@ -84,19 +84,15 @@ class BatchHandle(NamedAttributes):
                 raise BadInput(f"batch.{name} = {shown(value)}", "another column makes another version", remedy)
             object.__setattr__(self, name, value)
 
-    def after(self, run: Maker, writes: Iterable[str], copies: int = 1, without: Collection[str] = ()) -> Self:
+    def after(self, run: Maker, writes: Iterable[str], without: Collection[str] = ()) -> Self:
         """The next version, some of whose columns `run` is making: it can be given to a stage, and waits when read.
         without: columns that it lacks."""
-        if copies != 1:
-            return self.copies(copies).after(run, writes, without=without)
         promised = dict.fromkeys(writes, run)
         kept = {name: column for name, column in self._columns.items() if name not in {*without, *promised}}
         return self._next({**kept, **promised}, self._meta)
 
-    def with_made(self, run: Maker, copies: int = 1, without: Collection[str] = ()) -> Self:
+    def with_made(self, run: Maker, without: Collection[str]) -> Self:
         """The next version, with the columns that a run has made and did not promise. It waits for no other."""
-        if copies != 1:
-            return self.copies(copies).with_made(run, without=without)
         kept = {name: column for name, column in self._columns.items() if name not in without}
         return self._next({**kept, **run.made}, {**self._meta, **run.meta})
 

@@ -122,8 +122,6 @@ def _within(values: Tensor, schema: ColumnSchema, most: float) -> bool:
 
 def _check_lengths(columns: Mapping[str, Ragged], along: str, rows: Rows) -> None:
     """Raise `BadInput` unless the columns of a response have a number for each of its tokens, or of its turns."""
-    if not columns:
-        return
     first = "response_ids" if "response_ids" in columns else next(iter(columns))
     expected = columns[first].lengths
     for name, column in columns.items():

@@ -49,18 +49,18 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 MOST_SUBSETS = 2000
 
 
-def majority_at_k(answers: Sequence[Hashable], passed: Sequence[float], k: int, seed: int = 0) -> float:
+def majority_at_k(answers: Sequence[Hashable], passed: Sequence[float], k: int) -> float:
     """The probability that the answer which most of k samples give passes: the mean over the k-subsets of the samples.
 
     answers [samples]: what each response answers, None where it answers nothing: that is no vote. passed [samples]: 1
     or 0. Of several answers with equally many votes each is taken equally often; where nobody votes nothing passes. Of
-    more than 2,000 subsets so many are drawn, by the seed. Wang et al. 2023, https://arxiv.org/abs/2203.11171.
+    more than 2,000 subsets so many are drawn, always the same. Wang et al. 2023, https://arxiv.org/abs/2203.11171.
     """
     right: dict[Hashable, list[float]] = {}
     for answer, one in zip(answers, passed, strict=True):
         right.setdefault(answer, []).append(float(one))
     rates = {answer: sum(found) / len(found) for answer, found in right.items()}
-    found = [_voted([answers[i] for i in subset], rates) for subset in _subsets(len(answers), k, seed)]
+    found = [_voted([answers[i] for i in subset], rates) for subset in _subsets(len(answers), k)]
     return sum(found) / len(found)
 
 
@@ -70,10 +70,10 @@ def _voted(answers: Iterable[Hashable], rates: dict[Hashable, float]) -> float:
     return sum(rates[answer] for answer in first) / len(first) if first else 0.0
 
 
-def _subsets(n: int, k: int, seed: int) -> Iterable[Sequence[int]]:
+def _subsets(n: int, k: int) -> Iterable[Sequence[int]]:
     if math.comb(n, k) <= MOST_SUBSETS:
         return itertools.combinations(range(n), k)
-    draws = np.random.default_rng([seed, n, k])
+    draws = np.random.default_rng([0, n, k])
     return [draws.permutation(n)[:k].tolist() for _ in range(MOST_SUBSETS)]
 
 

@@ -337,7 +337,7 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
     where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked
     before a process starts: files by their checksums, models by the shapes of their weights.
     """
-    check_changes(changes, open, "wb.restore")
+    check_changes(changes, open)
     checkpoint = find_checkpoint(path)
     arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
     if changes.get("backend") == "inline" and "placement" not in changes:

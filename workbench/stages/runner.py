@@ -228,12 +228,6 @@ class StageRunner(StageNames):
         """What was called and has not ended, in call order."""
         return [run for run in self.scheduler.called() if not run.done]
 
-    @contextlib.contextmanager
-    def one_by_one(self) -> Iterator[None]:
-        """Inside, every call blocks and is computed."""
-        with replaced(self, "_reusing", False), self.scheduler.one_by_one():
-            yield
-
     def reuse(self) -> AbstractContextManager[None]:
         """Inside, a stage whose code, arguments, input columns and weights are those of an earlier one is answered from
         the store, and says so. Updates never are; generation only where a seed is given. Of what a function reads from
@@ -253,7 +247,10 @@ class StageRunner(StageNames):
         looping, stored = batches.looping, set(batches.store)
         counters.last_metrics, batches.looping = {}, True
         try:
-            with self.one_by_one(), self.reported_as(stage), torch.random.fork_rng(devices=[]):
+            with (
+                replaced(self, "_reusing", False), replaced(self.scheduler, "overlaps", False),
+                self.reported_as(stage), torch.random.fork_rng(devices=[]),
+            ):  # fmt: skip
                 yield
         finally:
             counters.last_metrics, counters.iteration, counters.draws = metrics, iteration, draws

@@ -14,7 +14,6 @@ from workbench.errors import StageInterrupted, UpstreamError
 from workbench.stages import interrupted
 from workbench.stages.run import Run
 from workbench.stages.stage import StageRun
-from workbench.support.replaced import replaced
 
 POLL_S = 0.05
 
@@ -128,10 +127,6 @@ class Scheduler:
         if self.overlaps:
             self._unwaited.append(run)
         run.submit()
-
-    def one_by_one(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, every call blocks."""
-        return replaced(self, "overlaps", False)
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[None]:

@@ -129,7 +129,7 @@ class StageRun(Run):
             awaited = batch.makers(self.operation.awaited(self.reads, batch))
             makers = [run for run in awaited if isinstance(run, Run)]
             if self.operation.protocol.joins and self.writes:
-                self.batch = batch.after(self, self.writes, self.samples, self._stale)
+                self.batch = batch.copies(self.samples).after(self, self.writes, self._stale)
         self._inputs = list(dict.fromkeys([*inputs, *makers]))
 
     @property
@@ -399,7 +399,7 @@ class StageRun(Run):
         }  # fmt: skip
         made = self.batch
         if made is None or too_many:
-            made = batch.with_made(self, self.samples, self._stale)
+            made = batch.copies(self.samples).with_made(self, self._stale)
         self.runner.batches.store.add(made, self._origin(), self.made.values(), by_loop=self.by_loop)
         if too_many:
             raise too_many_failed(self, failed, made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,29 @@ class Surroundings:
         return {name: change for name, change in changes.items() if change}
 
 
-def take_over(changes: Mapping[str, Any]) -> None:
-    """Make what has changed in another process, see `Surroundings.since`, this process's own."""
-    for name, value in changes.get("variables", {}).items():
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set variables of this process's environment; None: there is none of that name."""
+    for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def with_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process's environment has `values`; then it is as it was."""
+    before = {name: os.environ.get(name) for name in values}
+    set_variables(values)
+    try:
+        yield
+    finally:
+        set_variables(before)
+
+
+def take_over(changes: Mapping[str, Any]) -> None:
+    """Make what has changed in another process, see `Surroundings.since`, this process's own."""
+    set_variables(changes.get("variables", {}))
     if "folder" in changes:
         with contextlib.suppress(OSError):
             os.chdir(changes["folder"])

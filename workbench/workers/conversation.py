@@ -385,13 +385,12 @@ class _Turns:
         """Let the policy go on where its conversation was interrupted."""
         conversation = self._conversations[i]
         conversation.resumes = False
-        if conversation.held_ids is not None and self._compaction is not None and self._compaction.function is not None:
+        if conversation.held_ids is None or self._compaction is None:
+            self._go_on(i, self._room(conversation))
+        elif self._compaction.function is not None:
             self._summarize(i, self._compaction.function)
-            return
-        room = self._room(conversation)
-        if conversation.held_ids is not None and self._compaction is not None:
-            room = min(self._compaction.summary_room, self._new_tokens_left(conversation))
-        self._go_on(i, room)
+        else:
+            self._go_on(i, min(self._compaction.summary_room, self._new_tokens_left(conversation)))
 
     def _room(self, conversation: Conversation) -> int:
         """Tokens that what comes next may have."""

@@ -335,9 +335,8 @@ class TokenBudget:
     def halve(self, error: torch.OutOfMemoryError) -> None:
         """Halve the bound after a pass ran out of memory, and add a note. Raises the error where the number was set, is
         at its minimum, or where other ranks wait for this one inside a collective."""
-        if not self.automatic or self.known is None or self.known <= TOKENS_STEP:
-            raise error
-        if self._context.communicator.world_size > 1:
+        others_wait = self._context.communicator.world_size > 1
+        if others_wait or not self.automatic or self.known is None or self.known <= TOKENS_STEP:
             raise error
         before, self.known = self.known, max(TOKENS_STEP, self.known // 2 // TOKENS_STEP * TOKENS_STEP)
         self._module.expect(self.known)

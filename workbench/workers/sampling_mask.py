@@ -69,7 +69,7 @@ class SamplingMask:
         within = not len(ids) or vocabulary is None or int(ids.max()) < vocabulary
         return not (within and bool((has | (sizes == 0)).all()))
 
-    def sets(self, index: Sequence[int]) -> TokenSets:
+    def __call__(self, index: Sequence[int]) -> TokenSets:
         """The sets of some rows' response tokens, end to end."""
         return TokenSets(self.ids.take(index).values, self.sizes.take(index).values)
 

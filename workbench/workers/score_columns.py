@@ -46,14 +46,6 @@ def _at_last_token(scores: ColumnValues, like: Ragged, mask: ColumnValues | None
     return like.like(values)
 
 
-def total_of(
-    column: str, parts: Sequence[ColumnValues], weights: Sequence[float], batch: Shard
-) -> dict[str, Any]:  # fmt: skip
-    """The columns and metrics of a weighted sum, see `weighted`."""
-    whole = zero_failed(weighted(parts, weights, batch.columns.get("response_mask")), batch.valid.tolist())
-    return {"columns": {column: whole}, **reported(column, whole, batch.valid, batch)}
-
-
 def reported(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> dict[str, Any]:
     """What a rank says of scores beside their column: metrics, and rewards by prompt."""
     return {
@@ -83,7 +75,7 @@ def _scored_rows(scores: ColumnValues, valid: Tensor, batch: Shard) -> ScoredRow
 def score_metrics(column: str, scores: ColumnValues, valid: Tensor, batch: Shard) -> Metrics:
     """The mean score of the valid rows, and where the batch says which rows are of one prompt, half the width of its
     95 % interval with prompts as clusters: samples of a prompt are not independent of each other."""
-    found: Metrics = {f"{column}/mean": Mean(total=total(scores, valid), count=int(valid.sum()))}
+    found: Metrics = {f"{column}/mean": mean_score(scores, valid)}
     if "prompt_uid" in batch.columns:
         of_rows = _row_totals(scores)
         clusters: dict[int, tuple[float, float]] = {}
@@ -110,10 +102,13 @@ def zero_failed(column: ColumnValues, right: Sequence[bool]) -> ColumnValues:
     return torch.where(keep, torch.as_tensor(column), 0.0)
 
 
-def total(column: ColumnValues, valid: Tensor) -> float:
+def mean_score(column: ColumnValues, valid: Tensor) -> Mean:
+    """Of the valid rows; numbers a token are summed up."""
     if isinstance(column, Ragged):
-        return float(column.values[torch.repeat_interleave(valid, column.lengths)].double().sum())
-    return float(torch.as_tensor(column)[valid].double().sum())
+        scores = column.values[torch.repeat_interleave(valid, column.lengths)]
+    else:
+        scores = torch.as_tensor(column)[valid]
+    return Mean(total=float(scores.double().sum()), count=int(valid.sum()))
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

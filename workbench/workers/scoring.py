@@ -20,7 +20,7 @@ from workbench.data.user_functions import LAST_TURN, RAW_RESPONSE, Noted, Score,
 from workbench.errors import BadInput, RewardError
 from workbench.errors.plain_text import shown
 from workbench.messages.calls import Output
-from workbench.messages.metrics import Mean, Metrics
+from workbench.messages.metrics import Metrics
 from workbench.messages.shards import Shard
 from workbench.models.spec import Model
 from workbench.support.calls.needs import AT_ONCE, NOTES, mark_of
@@ -28,7 +28,7 @@ from workbench.support.calls.pickling import name_of
 from workbench.support.named_fields import meant
 from workbench.workers.hints import Status, failed_rows
 from workbench.workers.judge import JudgedRows, JudgeEngine
-from workbench.workers.score_columns import STEP_ENDS, reported, step_ends, steps_of, total, weighted, zero_failed
+from workbench.workers.score_columns import STEP_ENDS, mean_score, reported, step_ends, steps_of, weighted, zero_failed
 from workbench.workers.worker import Context
 
 GENERATED = "generate_sequences"
@@ -423,7 +423,7 @@ class Scoring:
     def _means(self, columns: Table, valid: Tensor) -> Metrics:
         """The mean score of each component, over the valid rows."""
         return {
-            f"{name}/mean": Mean(total=total(column, valid), count=int(valid.sum()))
+            f"{name}/mean": mean_score(column, valid)
             for name, column in columns.items()
             if name not in (*STATUS, self.column) and not isinstance(column, list)
         }

@@ -38,6 +38,7 @@ from workbench.settings.engines import Generation
 from workbench.support.files import home
 from workbench.support.machine import own_gpu_bytes
 from workbench.support.replaced import replaced
+from workbench.support.surroundings import with_variables
 from workbench.telemetry import span
 
 NUMBER = 1  # of the one adapter, in vLLM's count
@@ -339,8 +340,7 @@ def default_group_spared() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def exact_products(needed: bool) -> Iterator[None]:
+def exact_products(needed: bool) -> AbstractContextManager[None]:
     """Kernels that Triton compiles meanwhile multiply fp32 by fp32, not rounded to TF32's 10 bits.
 
     FlashAttention and FlashInfer take no fp32 (their `supported_dtypes`), so that vLLM computes attention in Triton,
@@ -348,16 +348,7 @@ def exact_products(needed: bool) -> Iterator[None]:
     VLLM_FLOAT32_MATMUL_PRECISION, "highest". On an H100 that was a mean gap of 0.004 nats on random tokens. The name
     is part of the key of Triton's own cache.
     """
-    before = os.environ.get("TRITON_F32_DEFAULT")
-    if needed:
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    try:
-        yield
-    finally:
-        if needed and before is None:
-            del os.environ["TRITON_F32_DEFAULT"]
-        elif needed and before is not None:
-            os.environ["TRITON_F32_DEFAULT"] = before
+    return with_variables({"TRITON_F32_DEFAULT": "ieee"} if needed else {})
 
 
 @contextmanager

@@ -27,14 +27,14 @@ from workbench.session.checkpoint.files import (
     LEDGER,
     MANIFEST,
     Checkpoint,
-    new_folder,
     read_checkpoint,
+    sweep,
     write_manifest,
 )
 from workbench.session.position import Position
 from workbench.stages.run import Run
 from workbench.stages.runner import StageRunner
-from workbench.support.files import new_or_empty, path_of, real_path, write_bytes
+from workbench.support.files import new_folder, new_or_empty, path_of, real_path, write_bytes
 from workbench.support.validation import PositiveFloat, PositiveInt
 from workbench.workers.role_state import RoleFiles
 
@@ -153,6 +153,7 @@ class Checkpoints:
         _check_room(folder, roles)
         began = time.monotonic()
         try:
+            sweep(folder.parent)
             with Progress(f"saving {folder.name}") as bar, new_folder(folder) as beside:
                 there = {role: replace(files, folder=str(beside / "roles" / role)) for role, files in roles.items()}
                 self._write(beside, there, algorithm, bar)

@@ -26,7 +26,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,17 +182,9 @@ class Checkpoint:
         return table(rows, caption=caption)
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that becomes `path` when all is well, and vanishes otherwise."""
-    if path.parent.is_dir():
-        _sweep(path.parent)
-    with files.new_folder(path) as beside:
-        yield beside
-
-
-def _sweep(folder: Path) -> None:
-    """Delete what processes that were killed while saving have left there: nobody has written to it for an hour."""
+def sweep(folder: Path) -> None:
+    """Delete what processes that were killed while saving have left in a folder, where there is one: nobody has written
+    to it for an hour."""
     for left in folder.glob(".*"):
         if not re.fullmatch(r"\..+\.[0-9a-f]{8}", left.name) or not left.is_dir():
             continue

@@ -170,9 +170,9 @@ def arguments_of(description: Description) -> dict[str, Any]:
     return {"models": description.as_declared(), **description.defaults, **same}
 
 
-def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any], called: str) -> None:
+def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any]) -> None:
     """Raise `BadInput` for an argument that `wb.open` does not have."""
     known = inspect.signature(opens).parameters
     for name in changes:
         if name not in known or name == "resume":
-            raise BadInput(f"{called}(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")
+            raise BadInput(f"wb.restore(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")

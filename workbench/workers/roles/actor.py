@@ -208,9 +208,8 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         part of the gap. Metrics are those of the rows that are `valid`.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
-        sets = None if mask is None else mask.sets
         log_probs, entropies = Scatter(batch.ragged("response_ids")), Scatter(batch.ragged("response_ids"))
-        for micro, (log_probs_N, entropies_N) in self.passes(batch, lambda micro: micro.scored(scale, True, sets)):
+        for micro, (log_probs_N, entropies_N) in self.passes(batch, lambda micro: micro.scored(scale, True, mask)):
             log_probs.put(micro, log_probs_N)
             entropies.put(micro, entropies_N)
         column = log_probs.column()
@@ -246,8 +245,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         temperature: None takes the one that `old_log_prob` was taken at, else the rollout's. Over the sampling mask,
         where there is one. Metric `gradient_norm/mean`.
         """
-        mask = SamplingMask.of(batch, self.spec, self.context)
-        scale, sets = old_log_prob_temperature(batch, temperature), None if mask is None else mask.sets
+        scale, mask = old_log_prob_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
         context, valid_mask, norms = self.context, batch.valid_mask, torch.zeros(len(batch))
 
         def log_prob(micro: MicroBatch, output: tuple[Tensor, ...]) -> Tensor:
@@ -260,7 +258,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             context.progress(done, len(micros), done_tokens)
             context.stopping.point()
             tokens = tokens_of(micro)
-            inputs, loss = micro.scored(scale, sets=sets), partial(log_prob, micro)
+            inputs, loss = micro.scored(scale, sets=mask), partial(log_prob, micro)
             (norm,) = self.engine.gradient_norms(
                 [Pass(inputs=inputs, loss=loss, tokens=tokens * context.groups.counts)]
             )
@@ -367,7 +365,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             batch=batch,
             function=function,
             temperature=scale,
-            sets=None if sampling_mask is None else sampling_mask.sets,
+            sets=sampling_mask,
             on_policy=on_policy,
             entropy_coefficient=entropy_coefficient,
             kl_coefficient=kl_coefficient,

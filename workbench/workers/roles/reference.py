@@ -128,9 +128,8 @@ class ReferencePolicy(PassWorker):
         `old_log_prob` is, so that a KL compares two distributions over the same tokens; False: over all tokens.
         """
         scale, mask = sampling_temperature(batch, temperature), SamplingMask.of(batch, self.spec, self.context)
-        sets = None if mask is None else mask.sets
         with self.as_reference():
-            column = self.token_values(batch, lambda micro: micro.scored(scale, sets=sets))
+            column = self.token_values(batch, lambda micro: micro.scored(scale, sets=mask))
         return Output(columns={"ref_log_prob": column}, metrics={"ref_log_prob/mean": mean_of(column, batch)})
 
     @row_stage(
@@ -162,7 +161,7 @@ class ReferencePolicy(PassWorker):
         metrics: Metrics = {}
 
         for name, precision in precisions.items():
-            sets = mask.sets if mask is not None and precision.sampling_mask else None
+            sets = mask if precision.sampling_mask else None
             inputs = partial(MicroBatch.scored, temperature=scale, sets=sets)
             with computing_in(module, precision):
                 column = self.token_values(batch, inputs, forward=module)

@@ -33,7 +33,7 @@ from workbench.workers.micro_batches import DeviceMetrics, MicroBatch, on_host
 from workbench.workers.model_worker import ModelWorker
 from workbench.workers.passes import LAST_TOKEN_SCORES, ZeroToOne
 from workbench.workers.roles.preferences import PAIR_COLUMNS, accuracy_bounds, pair_metrics, pair_term, pair_values
-from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, total_of
+from workbench.workers.score_columns import STEP_ENDS, reported, step_ends_of, weighted, zero_failed
 from workbench.workers.score_operation import RewardFunctions, scoring_stage
 from workbench.workers.scoring import Components, Scoring, components_of
 from workbench.workers.worker import Context
@@ -246,7 +246,9 @@ class RewardWorker(ModelWorker):
         `lab.compare` takes these rewards as they are, so that arms differ in nothing else.
         """
         parts = [batch.columns[f"rewards/{name}"] for name in weights]
-        return Output(**total_of("rewards", parts, list(weights.values()), batch))
+        whole = weighted(parts, list(weights.values()), batch.columns.get("response_mask"))
+        whole = zero_failed(whole, batch.valid.tolist())
+        return Output(columns={"rewards": whole}, **reported("rewards", whole, batch.valid, batch))
 
     def _components(self, function: Any, weights: Mapping[str, float] | None = None) -> Components | None:
         """Those of a call; None: the role's model scores."""
