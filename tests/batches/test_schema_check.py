@@ -86,7 +86,7 @@ WRONG_COLUMNS: list[tuple[str, ColumnValues, str]] = [
     ("values", torch.ones(3), r"'values' is a Tensor \[rows\].*repeat_interleave"),
     ("values", Ragged(torch.ones(3, 2), torch.ones(3, dtype=torch.int64)), "'values' is a Ragged"),
     ("final_values", Ragged.of([[1.0]] * 3, torch.float32), "'final_values' is a Ragged"),
-    ("prompt_ids", torch.ones(3, 4, dtype=torch.int64), r"'prompt_ids' is a Tensor \[rows, 4\].*a list of token ids for each row"),
+    ("prompt_ids", torch.ones(3, 4, dtype=torch.int64), r"'prompt_ids' is a Tensor \[rows, 4\].*a list of token ids"),
     ("prompt_ids", Ragged.of([[1]] * 3, torch.int32), "'prompt_ids' is int32.*int64"),
     ("prompt_ids", Ragged.of([[1], [], [1]], torch.int64), "'prompt_ids' has no token in row 1"),
     ("chosen_ids", Ragged.of([[1], [], [1]], torch.int64), "'chosen_ids' has no token in row 1"),

@@ -72,8 +72,8 @@ def test_an_iteration_in_whose_middle_the_dial_was_turned_up(tmp_path: Path, mon
         assert frame["same_draws"].all() and frame["largest_difference"].tolist() == [0.0] * 5
 
 
-def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path) -> None:
-    """And what is not in an algorithm's settings is named; an evaluation makes no difference."""
+def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings of roles and stages are; what is not is named; an evaluation makes no difference."""
     with tiny_lab("back", tmp_path, backend="inline", models=MODELS) as lab:
         algorithm = grpo(lab)
         algorithm.run(1)
@@ -100,11 +100,18 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path) -> None:
         algorithm.run(1)
         lab.actor.training.learning_rate = 2e-3
         algorithm.replace("update_actor", entropy_coefficient=0.1)
+        algorithm.once("update_actor", clip=0.01)
+        algorithm.run(2)
+        lab.reload(reward=lambda response, **row: float(len(response)))
         algorithm.run(1)
         folder = lab.run_folder
     with tiny_lab("last", tmp_path, backend="inline", models=MODELS) as lab:
-        left_out = wb.replay(folder, grpo(lab)).attrs["left_out"]
-        assert left_out == ["lab.actor.training.learning_rate=0.002", "GRPO.update_actor.entropy_coefficient=0.1"]
+        frame = wb.replay(folder, grpo(lab))
+        assert frame["largest_difference"].tolist()[:3] == [0.0] * 3 and frame["largest_difference"][4] > 0
+        assert (
+            frame.attrs["left_out"] == ["edited ['reward']"]
+            and "not repeated: edited ['reward']" in capsys.readouterr().out
+        )
 
 
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:

@@ -28,6 +28,13 @@ class Measuring(ActorWorker):
     def measure(self, batch: Shard, *, metric: Any = 1.0) -> Output:
         return Output(columns={"twice": torch.zeros(len(batch))}, metrics={"found": metric})
 
+    seen = torch.zeros(4)  # which it keeps
+
+    @wb.register("DP_PROTO", reads=("prompt_ids",), writes=("seen",))
+    def count(self, batch: Shard) -> Output:
+        self.seen += 1
+        return Output(columns={"seen": self.seen})
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
@@ -89,6 +96,11 @@ def test_rewards_that_are_text(lab: wb.Workbench, batch: wb.Batch) -> None:
     table["rewards"] = ["good", "bad", "good", "bad"]
     with expect_error(BadInput, value="column 'rewards' is a list of str"):
         lab.compute_advantages(lab.put(table))
+
+
+def test_a_batch_does_not_change_with_what_its_worker_keeps(lab: Any, batch: wb.Batch) -> None:
+    first, second = (lab.actor.count(batch) for _ in range(2))
+    assert [one.fetch(["seen"])["seen"].tolist() for one in (first, second)] == [[1.0] * 4, [2.0] * 4]
 
 
 def test_a_metric_of_an_own_operation(lab: wb.Workbench, batch: wb.Batch) -> None:

@@ -383,7 +383,9 @@ class TestUpdates:
                 ]
                 assert found == pytest.approx(rates)
 
-    def test_a_constant_weight_scales_the_gradient(self, lab: wb.Workbench, ready: wb.Batch) -> None:
+    def test_a_constant_weight_scales_the_gradient(
+        self, lab: wb.Workbench, ready: wb.Batch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         tokens = len(ragged(ready, "old_log_prob").values)
         plain = lab.actor.update_actor(ready)
         batch = self.with_weight(lab, ready, torch.full((tokens,), 1.5))
@@ -394,8 +396,10 @@ class TestUpdates:
             assert found["correction/weight/mean"] == pytest.approx(factor, rel=1e-5)
             assert found["correction/bounded_fraction"] == float(bound < 1.5)
             assert found["correction/effective_sample_size"] == pytest.approx(1.0)
+        assert "momentum alone" not in capsys.readouterr().err
         masked = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", high=1.2))
         assert masked["grad_norm"] == 0
+        assert "no token with an advantage has a weight by Correction(" in capsys.readouterr().err
         assert masked["correction/effective_sample_size"] == pytest.approx(1.0)
         assert masked["correction/bounded_effective_sample_size"] == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pandas as pd
 
 from workbench.comparisons.diff import diff
 from workbench.comparisons.run_folder import RunFolder, run_folder
-from workbench.errors import BadInput
+from workbench.errors import BadInput, WorkbenchError
 from workbench.errors.plain_text import shown
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
@@ -33,14 +34,15 @@ def replay(
     of: of its metrics, relative to the larger value; 0 where all have the same bits. only_here, only_there: names of
     metrics of one of the runs.
     `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
-    was changed on the way and is not repeated: fields that were assigned something else than a number or a text,
-    settings of roles, arguments of single stages, edited code, placements.
+    was changed on the way and is not repeated, which is also printed: what was assigned something else than a number
+    or a text, edited code, placements.
 
         lab = wb.open(...)  # as that run was opened
         wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
 
     run: a workbench, a run folder, or "NAME/DATE" of `wb.runs(folder)`. algorithm: of a workbench at its beginning,
-    made as the run's own was; what was assigned to its fields later is taken from the log. iterations: only so many.
+    made as the run's own was; what was changed later, its fields, arguments of its stages or `lab.actor.training`, is
+    taken from the log, between two iterations. iterations: only so many.
     Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
     the log has not its first iteration, or iterations of other algorithms, and `NotFound` for no run.
     """
@@ -75,11 +77,7 @@ def replay(
             "only iterations of one algorithm, from the first on, can be made again",
         )
     settings, how = there.changed_settings(title), dict[str, Any].fromkeys(OF_RUN)
-    left_out = [
-        change["change"]
-        for change in there.changes()
-        if not change["change"].startswith(f"{title}/") and (change["iteration"] or 0) < last
-    ]
+    changes, left_out = [one for one in there.changes() if not one["change"].startswith(f"{title}/")], list[str]()
     for number in range(1, last + 1):
         changed = settings.get(number, {})
         how |= {name: changed[name] for name in OF_RUN if name in changed}
@@ -87,7 +85,13 @@ def replay(
             left_out += [
                 name for name in changed if name not in OF_RUN and not _assigned(algorithm, name, changed[name])
             ]
+        before = (one for one in changes if (one["iteration"] or 0) == number - 1)
+        left_out += [
+            one["change"] for one in before if not _repeated(algorithm, one.get("setting", ""), one.get("after"))
+        ]
         algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
+    if left_out:
+        print(f"not repeated: {', '.join(left_out)}")
     frame = _compared(here, there)
     differs = diff(there.folder, lab).settings
     frame.attrs |= {"differs": differs[~differs.index.str.endswith(OF_RUN)], "left_out": left_out}
@@ -106,6 +110,21 @@ def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
         return False
     setattr(target, last, value)
     return True
+
+
+def _repeated(algorithm: Algorithm, setting: str, value: Any) -> bool:
+    """Make a recorded change of a role's settings, "lab.actor.training.learning_rate", or of an argument of a stage,
+    "PPO.update_actor.epochs" (with " once" behind it), again; whether it could be."""
+    path, _, once = setting.partition(" ")
+    with suppress(WorkbenchError):
+        match path.split("."):
+            case ["lab", role, "training", name]:
+                setattr(algorithm.lab.groups[role].training, name, value)
+                return True
+            case [title, stage, name] if title == type(algorithm).__name__:
+                (algorithm.once if once else algorithm.replace)(stage, **{name: value})
+                return True
+    return False
 
 
 def _compared(here: RunFolder, there: RunFolder) -> pd.DataFrame:

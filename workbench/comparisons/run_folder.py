@@ -82,7 +82,8 @@ class RunFolder:
         return {**self.record.settings, **algorithms}
 
     def changes(self) -> list[dict[str, Any]]:
-        """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
+        """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements;
+        with what the event of a change says."""
         found, seen, fields = [], set(), set[str]()
         for row, values in _changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
@@ -95,9 +96,10 @@ class RunFolder:
             said, kind = row["details"], row["event"]
             noted = kind == "setting" and ".".join(said["setting"].split(".")[:2]) in fields
             if kind in ("reload", "move", "setting") and not noted:
-                words = {"reload": f"edited {said.get('modules')}", "move": f"placement {said.get('placement')}",
+                words = {"reload": f"edited {said.get('modules') or said.get('changed')}",
+                         "move": f"placement {said.get('placement')}",
                          "setting": f"{said.get('setting')}={said.get('after')}"}[kind]  # fmt: skip
-                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words})
+                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words, **said})
         return sorted(found, key=lambda row: row[TIME])
 
     def last_metrics(self) -> tuple[int, dict[str, float]]:

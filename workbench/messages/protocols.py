@@ -37,7 +37,15 @@ class TransferProtocol:
     def deal(self, layout: Layout, minibatches: Chunks, operation: str) -> list[Chunks]:
         """What `distribute` gives, checked: a list for each rank, of one array of row numbers a minibatch."""
         rows = sum(map(len, minibatches))
-        dealt = [[np.asarray(chunk, dtype=np.int64) for chunk in rank] for rank in self.distribute(layout, minibatches)]
+        try:
+            given = self.distribute(layout, minibatches)
+            dealt = [[np.asarray(chunk, dtype=np.int64) for chunk in rank] for rank in given]
+        except Exception as error:  # a user's function
+            raise BadInput(
+                f"{operation}: {self.name}.distribute ({type(error).__name__}: {error})",
+                "it gives a list for each rank, of one array of row numbers a minibatch",
+                "correct it",
+            ) from error
         if len(dealt) != layout.size:
             raise BadInput(
                 f"{operation}: {self.name}.distribute gave {len(dealt)} parts",

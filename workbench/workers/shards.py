@@ -62,7 +62,7 @@ class Shards:
             host, key = call.kept
             if host == self.info.name:
                 with self._lock:
-                    self._shards[key] = _Shard.of(dict(columns))
+                    self._shards[key] = _Shard.of(own_copy(columns))  # a worker may write into what it keeps
             else:
                 names = ", ".join(columns)
                 with self.recorder.transfer(self.info.name, host, batch=call.batch, columns=names) as moved:

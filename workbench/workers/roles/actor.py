@@ -388,7 +388,13 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         output = self.steps(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
-        return replace(output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})})
+        norm, notes = output.metrics.get("grad_norm"), output.notes
+        if weights is not None and isinstance(norm, Mean) and norm.value == 0:
+            what = f"the gradient of each step was 0, as no token with an advantage has a weight by {correction}"
+            notes = (*notes, f"{what}: the optimizer's momentum alone moves weights")
+        return replace(
+            output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})}, notes=notes
+        )
 
     @register(ONE_TO_ALL)
     def save_adapter(self, path: str | Path) -> str:
