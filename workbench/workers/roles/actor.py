@@ -151,7 +151,7 @@ def _check_update(arguments: Mapping[str, Any]) -> None:
 
 _NEEDS_OLD = (
     "that compares with log-probabilities of before the update",
-    "call compute_log_prob first, and leave on_policy out",
+    "call compute_log_prob first, and leave on_policy out; an algorithm does so by its field: algo.epochs = 2",
 )
 
 
