@@ -106,12 +106,12 @@ def computing_threads(processes: int) -> int:
     return min(share, int(said)) if said.isdigit() and int(said) else share
 
 
-def return_freed_memory(every_s: float = 10.0) -> None:
-    """Return to the system what this process has freed, at most once in so many seconds. glibc keeps it: between small
+def return_freed_memory() -> None:
+    """Return to the system what this process has freed, at most once in 10 seconds. glibc keeps it: between small
     objects that live long, what is freed adds up to megabytes in a thousand iterations."""
     global _returned_s
     now_s = time.monotonic()
-    if now_s - _returned_s >= every_s:
+    if now_s - _returned_s >= 10:
         _returned_s = now_s
         _libc.malloc_trim(0)
 
