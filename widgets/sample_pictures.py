@@ -87,9 +87,9 @@ def _plain(value: Any) -> Any:
     return ("yes" if plain else "no") if isinstance(plain, bool) else plain
 
 
-def _short(text: str, most: int = SHORT) -> str:
+def _short(text: str) -> str:
     flat = text.replace("\n", "↵")
-    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+    return flat if len(flat) <= SHORT else f"{flat[: SHORT - 1]}…"
 
 
 # --- one response -----------------------------------------------------------------------------------------------------

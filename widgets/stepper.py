@@ -66,18 +66,15 @@ PEEKED_ROWS = 4
 
 
 class Stepper(View):
-    """The graph of an algorithm, or of what cells call by hand, with the state of each stage in this iteration.
-
-    algorithm: which one; None: the one that took the last step on this workbench, in a cell or here.
-    """
+    """The graph of an algorithm, or of what cells call by hand, with the state of each stage in this iteration."""
 
     name, title = "stepper", "Stepper"
     fields = ("arm",)
 
-    def __init__(self, lab: Any, driver: Any, algorithm: Any = None) -> None:
+    def __init__(self, lab: Any, driver: Any) -> None:
         super().__init__(lab, driver)
-        self._algorithm = algorithm
-        self._like = algorithm  # whose sizes others take
+        self._algorithm: Any = None  # the one that was chosen; None: the one of the last step, in a cell or here
+        self._like: Any = None  # whose sizes others take
         self._met: WeakValueDictionary[str, Any] = WeakValueDictionary()  # given, made here, or stepped in cells
         self.chosen = ""  # the stage that is looked at
         self.iterations: Any = 3  # as it was typed

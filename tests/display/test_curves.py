@@ -117,6 +117,6 @@ def test_the_last_points_are_tables_too() -> None:
         ["98", "24.5", "not finite"], ["99", "24.75", "2e+06"], ["99.5", "", "1"], ["iteration", "peaks"], ["1.5", "3"],
     ]  # fmt: skip
     assert tables([]) == ""
-    many = tables([chart] * 40, most_cells=1000)
-    assert "the last 5 of 101" in many  # 1,000 cells are shared by 40 times 5 columns
+    many = tables([chart] * 40)
+    assert "the last 7 of 101" in many  # 1,500 cells are shared by 40 times 5 columns
     assert len(many) < 40_000

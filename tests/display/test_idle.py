@@ -72,7 +72,7 @@ def test_pulling_under_computing_is_no_gap_and_a_window_cuts() -> None:
 def test_no_spans(window: tuple[float, float]) -> None:
     gaps = gaps_of([], LANES, window)
     assert gaps.seconds(3, *window).sum() == 3 * window[1]
-    assert len(gaps_of([], [], window)) == 0
+    assert len(gaps_of([], [], window).lane) == 0
 
 
 spans = st.builds(

@@ -159,7 +159,6 @@ def test_colocated_roles_share_a_device() -> None:
     assert one["actor"].parameters == elements * 4
     assert one["actor"].optimizer == elements * 8 + 28 * 4  # and an fp32 count of steps for each tensor
     assert one["actor"].generation_kv_cache == 2**29
-    assert estimate.unknown == ("reward",)
     lasting = sum(memory.parameters + memory.optimizer for memory in one.values())
     lasting += one["actor"].generation_weights + 2**29
     assert estimate.lasting(0) == lasting

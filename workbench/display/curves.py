@@ -142,9 +142,9 @@ def summary(chart: Chart) -> str:
     return f"{chart.title}: {', '.join(lasts) or 'no points'}" + (f" ({chart.note})" if chart.note else "")
 
 
-def tables(charts: Sequence[Chart], *, most_cells: int = MOST_CELLS) -> str:
+def tables(charts: Sequence[Chart]) -> str:
     """The last points of charts as tables, folded: a row an x, a column a curve; points that are not joined have a
-    table of their own. most_cells: of all together."""
+    table of their own."""
     parts = [
         (chart, part)
         for chart, curves in ((chart, _named(chart.curves)) for chart in charts)
@@ -152,7 +152,7 @@ def tables(charts: Sequence[Chart], *, most_cells: int = MOST_CELLS) -> str:
         if part
     ]
     columns = sum(1 + len(part) for _, part in parts)
-    rows = min(MOST_ROWS, max(LEAST_ROWS, most_cells // max(1, columns)))
+    rows = min(MOST_ROWS, max(LEAST_ROWS, MOST_CELLS // max(1, columns)))
     return folded("These charts as tables", "".join(_table(chart, part, rows) for chart, part in parts))
 
 

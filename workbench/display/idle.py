@@ -60,9 +60,6 @@ class Gaps:
     end_s: NDArray[np.float64]
     cause: NDArray[np.uint8]
 
-    def __len__(self) -> int:
-        return len(self.lane)
-
     def seconds(self, lanes: int, start_s: float, end_s: float) -> NDArray[np.float64]:
         """By lane and cause, within a window."""
         within = np.minimum(self.end_s, end_s) - np.maximum(self.start_s, start_s)

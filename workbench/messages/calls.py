@@ -125,11 +125,6 @@ class Failure:
         )
 
     @property
-    def traceback(self) -> str:
-        """Its frames as text."""
-        return "\n".join(line for raised in self.chain for line in raised.lines({}))
-
-    @property
     def likeness(self) -> tuple[Any, ...]:
         """Equal for failures of ranks that are told as one: raised at the same lines, or where none is known in the
         same words."""

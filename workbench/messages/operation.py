@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from workbench.batches.handle import BatchHandle
 
 Columns = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
-Optional = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 ALL_TEXT = "all text"
 Check = Callable[[Mapping[str, Any]], object]
 CheckModel = Callable[[Mapping[str, Any], Model], object]
@@ -50,7 +49,7 @@ class Operation:
     name: str
     protocol: TransferProtocol
     reads: Columns = ()
-    optional: Optional = ()
+    optional: Columns = ()
     writes: Columns = ()
     minibatched: bool = False
     updates: bool = False
@@ -110,7 +109,7 @@ def register(
     protocol: TransferProtocol | str,
     *,
     reads: Columns = (),
-    optional: Optional | Literal["all text"] = (),
+    optional: Columns | Literal["all text"] = (),
     writes: Columns = (),
     minibatched: bool = False,
     updates: bool = False,

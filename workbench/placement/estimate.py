@@ -169,16 +169,14 @@ class Tenant:
 class MemoryEstimate:
     """Bytes by role and device of a placement. Processes themselves, and batches, need more.
 
-    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where known. unknown:
-    roles whose workers' memory is unknown. take_turns: the roles of a device use it one after another, see
-    `workbench.open(share_memory=...)`.
+    device: "cpu", whose slots share the machine's memory, or "cuda". device_bytes: of one GPU, where known. take_turns:
+    the roles of a device use it one after another, see `workbench.open(share_memory=...)`.
     """
 
     placement: Placement
     tenants: tuple[Tenant, ...]
     device: str
     device_bytes: int | None
-    unknown: tuple[str, ...]
     take_turns: bool = False
 
     @property
@@ -293,9 +291,8 @@ def estimate_memory(
                memory=rank_memory(model, layout, rank, cache_bytes=caches.get(role)))
         for role, model, layout, rank, number in placed(placement, models, numbers)
     ]  # fmt: skip
-    unknown = tuple(role for pool in placement.pools for role in pool.roles if models[role] is None)
     return MemoryEstimate(placement=placement, tenants=tuple(tenants), device=device, device_bytes=device_bytes,
-                          unknown=unknown, take_turns=take_turns)  # fmt: skip
+                          take_turns=take_turns)  # fmt: skip
 
 
 def _fitted(

@@ -30,7 +30,7 @@ SyncStrategy = Literal["hybridflow", "v", "full"]
 SyncMode = Literal["auto", "delta", "whole"]
 DType = Literal["float32", "bfloat16", "float16"]
 ShareMemory = bool | Literal["always"]
-SYNC_STRATEGIES, DTYPES = get_args(SyncStrategy), get_args(DType)
+SYNC_STRATEGIES = get_args(SyncStrategy)
 SHARE_MEMORY = (False, True, "always")
 MASKED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # settings whose effect a sampling mask tells, where they are off
 

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 N = TypeVar("N", bound=Any)  # a number, or an array of them
-LEVEL = 0.95
 DEVIATIONS = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 
-def clustered_half_width(totals: Sequence[float], counts: Sequence[float], level: float = LEVEL) -> float:
-    """Half the width of the confidence interval of a mean over all samples, whose clusters are independent of each
+def clustered_half_width(totals: Sequence[float], counts: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of a mean over all samples, whose clusters are independent of each
     other and whose samples within a cluster are not.
 
         m = sum_g s_g / N,  N = sum_g n_g,  u_g = s_g - n_g m
@@ -32,7 +31,7 @@ def clustered_half_width(totals: Sequence[float], counts: Sequence[float], level
     mean = math.fsum(s for s, _ in pairs) / whole
     squares = math.fsum((s - n * mean) ** 2 for s, n in pairs)
     clusters = len(pairs)
-    return student_quantile((1 + level) / 2, clusters - 1) * math.sqrt(clusters / (clusters - 1) * squares) / whole
+    return student_quantile(0.975, clusters - 1) * math.sqrt(clusters / (clusters - 1) * squares) / whole
 
 
 def wilson_bounds(successes: N, trials: N) -> tuple[N, N]:

@@ -83,15 +83,13 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None)
 _returned_s = 0.0  # monotonic
 
 
 def cores() -> int:
     """Cores that this process may use: fewer than the machine has under `taskset`, a batch system or a container."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def device_count(device: str) -> int:
@@ -108,14 +106,14 @@ def computing_threads(processes: int) -> int:
     return min(share, int(said)) if said.isdigit() and int(said) else share
 
 
-def return_freed_memory(every_s: float = 10.0) -> None:
-    """Return to the system what this process has freed, at most once in so many seconds. glibc keeps it: between small
+def return_freed_memory() -> None:
+    """Return to the system what this process has freed, at most once in 10 seconds. glibc keeps it: between small
     objects that live long, what is freed adds up to megabytes in a thousand iterations."""
     global _returned_s
     now_s = time.monotonic()
-    if now_s - _returned_s >= every_s and (trim := getattr(_libc, "malloc_trim", None)) is not None:
+    if now_s - _returned_s >= 10:
         _returned_s = now_s
-        trim(0)
+        _libc.malloc_trim(0)
 
 
 def available_bytes() -> int:

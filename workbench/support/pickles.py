@@ -45,8 +45,6 @@ def cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> An
 
 
 def _reduced(value: Any) -> Any:
-    import cloudpickle
-
     there: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         there = getattr(there, name, None)

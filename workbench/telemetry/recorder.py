@@ -207,12 +207,11 @@ class Recorder:
 
         return end
 
-    def add(self, kind: str, start_s: float, end_s: float, *, bytes: int = 0, tokens: int = 0, note: str = "") -> None:
+    def add(self, kind: str, start_s: float, end_s: float, *, note: str = "") -> None:
         """Record a span whose times are known, such as the queue time of a call stamped by the controller. A start
         after the end (clocks of two machines differ) counts as zero length."""
         kinds = self._here.kinds
-        counts = OpenSpan(bytes=bytes, tokens=tokens, note=note)
-        self._add(kind, min(start_s, end_s), end_s, counts, 0, kinds[-1] if kinds else "")
+        self._add(kind, min(start_s, end_s), end_s, OpenSpan(note=note), 0, kinds[-1] if kinds else "")
 
     @contextmanager
     def transfer(self, source: str, destination: str, **what: Any) -> Iterator[OpenSpan]:
