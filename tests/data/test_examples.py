@@ -15,13 +15,14 @@ from workbench.data.example_rows import demonstration, dialogue, pair
 from workbench.data.examples import Examples, Kind
 from workbench.errors import BadInput
 from workbench.models import load_tokenizer, render_prompt
+from workbench.models.chat_format import ChatFormat
 
 TINY = "tiny-llama"
 USER = {"role": "user", "content": "Hi"}
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Who?\n\nAssistant:"
 
 
-def said(text: str) -> dict[str, str]:
+def said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -64,6 +65,8 @@ def test_forms_of_pairs() -> None:
         ({"prompt": "a", "response": "b"}, "a", "b"),
         ({"question": "a", "answer": "b"}, "a", "b"),
         ({"prompt": [USER], "completion": [said("b")]}, [USER], "b"),
+        ({"prompt": HH, "completion": [said("b")]}, HH, "b"),
+        ({"prompt": HH, "completion": [said("b"), USER, said("c")]}, dialogue(HH), "b\n\nc"),
         ({"messages": [said("0"), USER, said("b"), USER, said("c")]}, [said("0"), USER], "b\n\nc"),
         ({"prompt": "a", "completion": [said("b"), USER, said("c")]}, [USER | {"content": "a"}], "b\n\nc"),
     ],
@@ -88,6 +91,11 @@ def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) 
         ("demonstrations", {"messages": [said("a"), USER]}, "line 3: its messages do not end with an answer"),
         ("demonstrations", {"prompt": "a", "response": [USER, said("a")]}, "line 3: its messages do not end with"),
         ("demonstrations", {"messages": "a"}, "line 3: 'messages' is 'a'"),
+        (
+            "demonstrations",
+            {"messages": [USER, said("") | {"tool_calls": [{"function": "add"}]}]},
+            "line 3: 'messages'",
+        ),
     ],
 )
 def test_malformed_rows_are_named_with_the_line(tmp_path: Path, kind: Kind, row: dict[str, Any], message: str) -> None:
@@ -128,9 +136,12 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
         "<|eos|>{% endgeneration %}{% else %}<|user|>{{ m.content }}<|eos|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    add = {"name": "add", "arguments": {"a": 1}}
+    call = said("") | {"tool_calls": [{"function": add}]}
     turns = [said("b") | {"reasoning_content": "Hm."}, USER, call, {"role": "tool", "content": "3"}, said("c")]
-    both = [{"messages": [USER, *turns]}, {"prompt": USER["content"], "response": turns}]
+    filled = said("") | {"tool_calls": [{"function": {**add, "arguments": {"a": 1, "of_another_row": None}}}]}
+    read = [said("b") | {"thinking": "Hm."}, USER, filled, *turns[3:]]  # as a table of arrow has it
+    both = [{"messages": [USER, *turns]}, {"prompt": USER["content"], "response": read}]
     rows = Examples(both, "demonstrations", tokenizer=tokenizer)
     options: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
     told: Any = [USER, *turns]
@@ -140,7 +151,7 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
         assert [False] * len(row.prompt_ids) + row.learned == [bool(one) for one in whole["assistant_masks"]]
     mask = rows.table(rows.training)["response_mask"]
     assert isinstance(mask, Ragged) and mask.rows()[1].tolist() == rows.training[1].learned
-    with expect_error(BadInput, rule="does not write it", remedy="into the content"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="does not write", remedy="into the content"):
         examples([{"messages": [USER, call]}], "demonstrations")
 
 
@@ -202,6 +213,40 @@ def test_a_template_that_takes_reasoning_out_takes_none_out_of_an_answer() -> No
     for answer in ("<think>b</think>c", "<think>b</think>c\n"):
         rows = Examples([{"prompt": "a", "response": answer}], "demonstrations", tokenizer=tokenizer)
         assert text(rows.training[0].answer_ids[0]) == "<think>b</think>c<|eos|>"
+
+
+def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
+    """Also where the template opens a block of reasoning there, or puts an empty one before an answer without."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|eos|>{% endfor %}{% if add_generation_prompt %}<|assistant|>OPEN"
+        "{% if quiet %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    thought = "<think>\nb\n</think>\n\n4"
+    for opens, answer, chat, learned in (
+        ("", "4", None, "<think>\n\n</think>\n\n4"),
+        ("", "4", ChatFormat(arguments={"quiet": True}), "4"),
+        ("", thought, None, thought),
+        ("<think>\n", "4", None, "\n</think>\n\n4"),
+        ("<think>\n", thought, None, "b\n</think>\n\n4"),
+    ):
+        tokenizer = load_tokenizer(TINY)
+        tokenizer.chat_template = template.replace("OPEN", opens)
+        (row,) = Examples(
+            [{"prompt": "a", "response": answer}], "demonstrations", tokenizer=tokenizer, chat=chat
+        ).training
+        assert text(row.answer_ids[0]) == f"{learned}<|eos|>"
+        whole: Any = [{"role": "user", "content": "a"}, said(answer)]
+        whole = tokenizer.apply_chat_template(whole, tokenize=False)
+        assert text(row.prompt_ids + row.answer_ids[0]) == whole
+    takes_out = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|eos|>{% endfor %}"
+    tokenizer.chat_template = takes_out + "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    source: list[dict[str, Any]] = [{"prompt": "a", "response": thought}]
+    (row,) = Examples(source, "demonstrations", tokenizer=tokenizer).training
+    assert text(row.answer_ids[0]) == "b\n</think>\n\n4<|eos|>"
+    with expect_error(BadInput, value="^row 1 of a list: the answer .*'4'", rule="behind .*<think>"):
+        Examples([*source, {"prompt": "a", "response": "4"}], "demonstrations", tokenizer=tokenizer)
 
 
 def test_over_long_rows_are_dropped_cut_or_refused() -> None:

@@ -55,10 +55,12 @@ def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
     response = next((name for name in RESPONSES if name in row), None)
     if prompt and response:
         before, said = _prompt(row[prompt], where, prompt), row[response]
-        if rated or isinstance(said, str):
+        answer = said if isinstance(said, str) else _messages(said, where, response)
+        if rated or isinstance(answer, str) or [sorted(message) for message in answer] == [["content", "role"]]:
             return Example(prompt=before, answers=(_answer(said, where, response),))
-        before = [{"role": "user", "content": before}] if isinstance(before, str) else before
-        messages, first = [*before, *_messages(said, where, response)], len(before)
+        if isinstance(before, str):
+            before = dialogue(before) or [{"role": "user", "content": before}]
+        messages, first = [*before, *answer], len(before)
     elif "messages" in row:
         messages = _messages(row["messages"], where, "messages")
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]

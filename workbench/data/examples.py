@@ -25,7 +25,7 @@ from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools
 from workbench.models.control_tokens import as_text, encoded
-from workbench.models.tokenizers import as_template_writes, render_reply, turn_end
+from workbench.models.tokenizers import AnswerFormat, render_reply, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
 
@@ -177,6 +177,8 @@ class Examples(EpochRows[Tokenized]):
                 example = replace(_READ[self.kind](row, rows.where(i)), tools=row_tools(row))
                 found += filter(None, [self._fit(example, rows.where(i))])
             except BadInput as error:
+                if not error.value.startswith(rows.where(i)):  # of a template
+                    error.value = f"{rows.where(i)}: {error.value}"
                 self.skipped.add(error)
         return found
 
@@ -223,6 +225,12 @@ class Examples(EpochRows[Tokenized]):
         answer_ids = tuple(ids for ids, _ in found)
         return Tokenized(example=example, prompt_ids=prompt_ids, answer_ids=answer_ids, learned=found[0][1])
 
+    @functools.cached_property
+    def _formats(self) -> tuple[AnswerFormat, AnswerFormat]:
+        """Of the first answer of a row, and of later turns, which have no arguments of the template."""
+        arguments = self._chat.arguments if isinstance(self._chat, ChatFormat) else {}
+        return AnswerFormat(self._tokenizer, arguments), AnswerFormat(self._tokenizer)
+
     def _plain(self, answer: str) -> tuple[list[int], list[bool]]:
         ids, eos = encoded(self._tokenizer, answer), self._tokenizer.eos_token_id
         # a text that was rendered before may have its end already
@@ -237,8 +245,9 @@ class Examples(EpochRows[Tokenized]):
             if message["role"] != "assistant":
                 between.append(message)
                 continue
+            first, later = self._formats
             lead = render_reply(self._tokenizer, between, after=ids[-1]) if ids else []
-            text = as_template_writes(self._tokenizer, message).removeprefix("" if ids else begun)
+            text = later(message) if ids else first(message).removeprefix(begun)
             turn = [*encoded(self._tokenizer, text), self._turn_end]
             ids, learned, between = [*ids, *lead, *turn], learned + [False] * len(lead) + [True] * len(turn), []
         return ids, learned

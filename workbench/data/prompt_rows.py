@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 FORM = (
     "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
-    "may have 'tool_calls' in its place"
+    "may have 'tool_calls' in its place, each with the name of its function"
 )
 
 
@@ -60,7 +60,7 @@ def _message(value: Any) -> Message | None:
             content = "".join(texts)
     calls = message.get("tool_calls")
     if calls is not None:
-        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
             return None
         message["tool_calls"] = [_call(call) for call in calls]
         content = "" if calls and content is None else content
@@ -69,8 +69,13 @@ def _message(value: Any) -> Message | None:
     return {**message, "content": content}
 
 
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: one for key, one in call.items() if one is not None}
+    found: dict[str, Any] = _filled(call)
     function = found.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
         try:

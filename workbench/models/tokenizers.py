@@ -152,35 +152,51 @@ def has_texts(value: object) -> bool:
 TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
 
 
-def as_template_writes(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> str:
-    """A turn of the assistant as it stands in a conversation that the chat template writes: some templates take white
-    space off. Calls of tools, and reasoning in a key of its own, stand there as the template writes them. What else it
-    takes out, such as the reasoning of turns before, stays. Raises `BadInput` where it leaves a call or reasoning out.
+QUESTION = {"role": "user", "content": "-"}
+THINK = "<think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that data and templates have for one thing
+
+
+class AnswerFormat:
+    """How the chat template writes what the assistant says, from the head of a turn on: what is said, the calls of
+    tools and the reasoning in a key of its own, and what the template puts beside them, such as an empty `<think>`
+    block; as in the last turn, which is where a model writes it. arguments: variables of the template.
+
+    Some templates take white space off. What else they take out of a text, such as reasoning, stays.
     """
-    answer, calls = str(message["content"]), message.get("tool_calls") or ()
-    apart = [call.get("function", call).get("name") for call in calls] + [message.get("reasoning_content")]
-    if wanted := [str(one).strip() for one in apart if one]:
-        question = {"role": "user", "content": "-"}
-        head, whole = rendered(tokenizer, [question]), rendered(tokenizer, [question, message], next_turn=False)
-        tail = behind_turn(tokenizer)
-        if whole.startswith(head) and whole.endswith(tail) and all(one in whole for one in wanted):
-            return whole[len(head) : len(whole) - len(tail)]
-        raise BadInput(
-            f"the answer {unmarked(shown(message, 120))} with {'tool_calls' if calls else 'reasoning_content'}",
-            f"the chat template of {tokenizer.name_or_path!r} does not write it behind the head of a turn",
-            "write it into the content as the model does, or drop the row",
-        )
-    said = answer.strip()
-    if answer == said:
-        return answer
-    question, marked = {"role": "user", "content": "-"}, answer.replace(said, TURN, 1) if said else answer
-    whole, probe = (
-        rendered(tokenizer, [question, {"role": "assistant", "content": content}], next_turn=False)
-        for content in (marked, TURN)
-    )
-    head, _, tail = probe.partition(TURN)
-    within = len(whole) >= len(head + tail) and whole.startswith(head) and whole.endswith(tail)
-    return whole[len(head) : len(whole) - len(tail)].replace(TURN, said) if within and TURN in probe else said
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._arguments = tokenizer, arguments
+        self._head, self._tail = rendered(tokenizer, [QUESTION], arguments=arguments), behind_turn(tokenizer)
+        self._adds_nothing = self._whole({"role": "assistant", "content": TURN}) == self._head + TURN + self._tail
+        self._opened = THINK if self._head.rstrip().endswith(THINK) and not self._adds_nothing else ""
+
+    def _whole(self, message: Mapping[str, Any]) -> str:
+        """A conversation that ends with a message; empty where it does not begin as a rollout, or ends otherwise."""
+        whole = rendered(self._tokenizer, [QUESTION, message], next_turn=False, arguments=self._arguments)
+        return whole if whole.startswith(self._head) and whole.endswith(self._tail) else ""
+
+    def __call__(self, message: Mapping[str, Any]) -> str:
+        """Raises `BadInput` where the template leaves a call, or reasoning or text beside it, out."""
+        text, calls = str(message["content"]), message.get("tool_calls") or ()
+        reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
+        said, apart = text.strip(), [call.get("function", call)["name"] for call in calls] + [reasoning.strip()]
+        if self._adds_nothing and text == said and not any(apart):
+            return text
+        whole = self._whole({**message, "reasoning_content": reasoning} if reasoning else message)
+        if whole and all(one in whole for one in (said, *apart)):
+            return whole[len(self._head) : len(whole) - len(self._tail)]
+        if any(apart) or not said.startswith(self._opened):
+            what = f"the calls, reasoning and text of an answer behind {self._head[-40:]!r}"
+            raise BadInput(
+                f"the answer {unmarked(shown(dict(message), 120))}",
+                f"the chat template of {self._tokenizer.name_or_path!r} does not write {what}",
+                "write all of it into the content, as the model does, or drop the row",
+            )
+        if self._adds_nothing and said:  # something inside is taken out: the white space around it is the template's
+            whole = self._whole({**message, "content": text.replace(said, TURN, 1)})
+            return whole[len(self._head) : len(whole) - len(self._tail)].replace(TURN, said) if TURN in whole else said
+        return said.removeprefix(self._opened).lstrip() if self._opened else said
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -20,7 +20,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
 from workbench.models.chat_template import rendered
 from workbench.models.control_tokens import special_tokens
-from workbench.models.tokenizers import has_texts, is_text, turn_end
+from workbench.models.tokenizers import REASONING, THINK, has_texts, is_text, turn_end
 from workbench.support.validation import one_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Template = Mapping[str, Any]
 Message = dict[str, Any]
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that response templates have for one thing
-THINK = "<think>"
 
 
 def _template(call: Template) -> Template:

@@ -101,7 +101,7 @@ class Reloader:
         self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
         self._told: dict[str, Stamp] | None = None  # the files of this kernel when their edits were last told of
-        self._told_of_cells: dict[str, Model] = {}  # what `_redefined` gave then
+        self._told_of_cells: dict[tuple[str, str], Any] = {}  # by role and field, what a cell had defined anew then
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
@@ -180,14 +180,13 @@ class Reloader:
     def _tell_of_edits(self) -> None:
         """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, or
         a role with a function or class that a cell has defined anew."""
-        models = self._hosts.description.models  # inline, what a function uses by name is the notebook's own
-        redefined = {k: v for k, v in self._redefined().items() if not self._hosts.inline or v != models[k]}
-        if redefined != self._told_of_cells:
-            self._told_of_cells = redefined
-            for role, model in redefined.items():
-                name = name_of(model.function or model.worker)
-                what = f"{name}, or what it uses, was defined again since the {role} role got it"
-                print(f"{what}, which goes on with the code of before; {TAKE}")
+        for role, field, part in self._notebook_code():
+            now = self._now(part)
+            if now is not part and now is not self._told_of_cells.get((role, field)):
+                self._told_of_cells[role, field] = now
+                if code_behind(now) != self._shipped.get((role, field)):
+                    what = f"{name_of(now)}: defined again since the {role} role got it"
+                    print(f"{what}, which goes on with the code of before; {TAKE}")
         loaded.note()
         files = _stamps({source.path for source in loaded.texts.values()})
         if self._hosts.inline or files == self._told:
@@ -234,12 +233,16 @@ class Reloader:
             if role in roles or (role, field) not in self._shipped:
                 self._shipped[role, field] = code_behind(part)
 
+    def _now(self, part: Any) -> Any:
+        """What the notebook has under the name of a function or class of a cell."""
+        now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
+        return now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
+
     def _redefined(self) -> dict[str, Model]:
         """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
-        notebook, found = vars(sys.modules["__main__"]), dict[str, Model]()
+        found = dict[str, Model]()
         for role, field, part in self._notebook_code():
-            now = notebook.get(getattr(part, "__qualname__", ""), part)
-            now = now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
+            now = self._now(part)
             code = code_behind(now)
             if code != self._shipped.get((role, field), code):
                 found[role] = found.get(role, self._hosts.description.models[role]).changed(**{field: now})
