@@ -23,6 +23,10 @@ def grpo(lab: wb.Workbench) -> wb.GRPO:
     return wb.GRPO(lab, prompts=2, samples=2, sampling=LONG, correction=wb.Correction())
 
 
+def same(batch: wb.Batch) -> wb.Batch:
+    return batch
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tiny_lab("first", tmp_path_factory.mktemp("runs"), backend="inline", models=MODELS) as lab:
@@ -80,6 +84,8 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.
         saved = lab.save(tmp_path / "one", models=False).folder
         algorithm.clip = 0.07
         algorithm.run(1, staleness=1)
+        lab.actor.training.learning_rate = 2e-3  # which holds, where the stage alone is over
+        algorithm.once("update_actor", clip=0.01)
         algorithm.run(1)
         lab.recover(saved)
         algorithm.run(2)
@@ -103,15 +109,18 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.
         algorithm.once("update_actor", clip=0.01)
         algorithm.run(2)
         lab.reload(reward=lambda response, **row: float(len(response)))
-        algorithm.run(1)
+        algorithm.insert(same, after="compute_reward")
+        while algorithm.next_stage != "update_actor":
+            algorithm.step()
+        algorithm.clip = 0.02
+        algorithm.iterate()
         folder = lab.run_folder
     with tiny_lab("last", tmp_path, backend="inline", models=MODELS) as lab:
         frame = wb.replay(folder, grpo(lab))
         assert frame["largest_difference"].tolist()[:3] == [0.0] * 3 and frame["largest_difference"][4] > 0
-        assert (
-            frame.attrs["left_out"] == ["edited ['reward']"]
-            and "not repeated: edited ['reward']" in capsys.readouterr().out
-        )
+        inserted = "GRPO.same=inserted after compute_reward"
+        left_out = ["GRPO.clip=0.02 in the middle of iteration 4", "edited ['reward']", inserted]
+        assert frame.attrs["left_out"] == left_out and f"not repeated: {', '.join(left_out)}" in capsys.readouterr().out
 
 
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:

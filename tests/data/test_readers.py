@@ -209,8 +209,8 @@ def test_messages_keep_tool_calls_and_other_keys_on_their_way_to_the_template() 
     text = "<user>84 + 1?<assistant tool_calls>add84<tool tool_call_id>85<assistant>"
     prompts = Prompts([{"messages": TURNS}], tokenizer=tokenizer)
     assert tokenizer.decode(prompts.rows[0].prompt_ids) == text and prompts.rows[0].prompt == "84 + 1?"
-    answered = [{"messages": [*TURNS, {"role": "assistant", "content": "85"}]}]
+    answered = [{"prompt": TURNS, "response": "85"}]
     examples = Examples(answered, "demonstrations", tokenizer=tokenizer)
     assert tokenizer.decode(examples.training[0].prompt_ids) == text
-    with expect_error(BadInput, value="^row 0 of a list: the answer .*tool_calls", rule="does not write"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer .*tool_", rule="does not write"):
         Examples([{"messages": TURNS[:2]}], "demonstrations", tokenizer=tokenizer)

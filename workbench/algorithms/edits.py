@@ -284,8 +284,8 @@ class StageEdits(LiveFields, ABC):
         `algo.replace("compute_reward", my_stage)`.
 
         A stage that has run in this iteration runs again, with those that have run on what it made. `BadInput` where
-        one of them has updated a role. `lab.history.changes()` lists arguments that were changed; numbers and texts
-        among them are kept by checkpoints and for later kernels. Functions are not: run their cell again.
+        one of them has updated a role. `lab.history.changes()` lists what was changed; numbers and texts
+        among the arguments are kept by checkpoints and for later kernels. Functions are not: run their cell again.
         """
         before = self.graph()
         self._edit(lambda graph: graph.replaced(stage, function, arguments), f"replacing {stage!r}", again=stage)
@@ -293,6 +293,8 @@ class StageEdits(LiveFields, ABC):
         self._replaced[stage] = None if function is not None or known is None else {**known, **arguments}
         if function is None:
             self._note_arguments(before, stage, arguments)
+        else:
+            self._note_edit(stage, function)
 
     def once(self, stage: str, /, **arguments: Any) -> None:
         """Other arguments for the next run of a stage alone: `algo.once("update_actor", clip=0.1)`. After that run
@@ -366,11 +368,13 @@ class StageEdits(LiveFields, ABC):
                 "finish the iteration first, with iterate(), or give it up, with restart()",
             )
         self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
+        self._note_edit(called, f"inserted after {after}")
 
     def remove(self, stage: str) -> None:
         """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
         what has run on what it made runs again, as in `replace`."""
         self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
+        self._note_edit(stage, "removed")
 
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
@@ -426,7 +430,10 @@ class StageEdits(LiveFields, ABC):
         for name, value in arguments.items():
             old = None if was.get(name) is Parameter.empty else was.get(name)
             old, new = (value_in_effect({**was, **arguments}, name, one) for one in (old, value))
-            self.lab.runner.live.note(f"{type(self).__name__}.{stage}.{name}{how}", old, new)
+            self._note_edit(f"{stage}.{name}{how}", new, old)
+
+    def _note_edit(self, what: str, after: Any, before: Any = None) -> None:
+        self.lab.runner.live.note(f"{type(self).__name__}.{what}", before, after)
 
 
 def _with_arguments(stage: str, arguments: Mapping[str, Any], graph: Graph) -> Graph:

@@ -35,7 +35,8 @@ def replay(
     metrics of one of the runs.
     `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
     was changed on the way and is not repeated, which is also printed: what was assigned something else than a number
-    or a text, edited code, placements.
+    or a text, stages that were put in or left out, edited code, placements. A change in the middle of an iteration is
+    named too: it is made before the next one.
 
         lab = wb.open(...)  # as that run was opened
         wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
@@ -77,7 +78,7 @@ def replay(
             "only iterations of one algorithm, from the first on, can be made again",
         )
     settings, how = there.changed_settings(title), dict[str, Any].fromkeys(OF_RUN)
-    changes, left_out = [one for one in there.changes() if not one["change"].startswith(f"{title}/")], list[str]()
+    changes, left_out = _changes(there, algorithm, last)
     for number in range(1, last + 1):
         changed = settings.get(number, {})
         how |= {name: changed[name] for name in OF_RUN if name in changed}
@@ -85,10 +86,7 @@ def replay(
             left_out += [
                 name for name in changed if name not in OF_RUN and not _assigned(algorithm, name, changed[name])
             ]
-        before = (one for one in changes if (one["iteration"] or 0) == number - 1)
-        left_out += [
-            one["change"] for one in before if not _repeated(algorithm, one.get("setting", ""), one.get("after"))
-        ]
+        left_out += [one["change"] for one in changes.get(number, ()) if not _repeated(algorithm, one)]
         algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
     if left_out:
         print(f"not repeated: {', '.join(left_out)}")
@@ -112,17 +110,39 @@ def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
     return True
 
 
-def _repeated(algorithm: Algorithm, setting: str, value: Any) -> bool:
-    """Make a recorded change of a role's settings, "lab.actor.training.learning_rate", or of an argument of a stage,
+def _changes(there: RunFolder, algorithm: Algorithm, last: int) -> tuple[dict[int, list[dict[str, Any]]], list[str]]:
+    """What else than fields was changed, by the number of the iteration before which it was; and what was changed in
+    the middle of an iteration, which has part of its effect one iteration late. What was for the next run of a stage
+    alone, in an iteration that was taken back, is left out."""
+    begun, reported = there.begun(), there.reported(algorithm.graph().names)
+    found, middle = dict[int, list[dict[str, Any]]](), list[tuple[int, str]]()
+    for change in there.changes(fields_too=True):
+        at, once = change["time_s"], change.get("setting", "").endswith(" once")
+        under_way = [(number, counts) for time, number, counts in begun if time < at][-1:]
+        behind = [(time, number, counts) for time, number, counts in begun if time >= at]
+        until, _, used = behind[0] if behind else (np.inf, 0, False)
+        if any(time > at and time < until and (number, True) in under_way for time, number in reported):
+            middle += [(number, f"{change['change']} in the middle of iteration {number}") for number, _ in under_way]
+            used = False
+        number = next((number for _, number, counts in behind if counts), last + 1)
+        if not change["field"] and (used or not once):
+            found.setdefault(number, []).append(change)
+    return found, [said for number, said in middle if number <= last]
+
+
+def _repeated(algorithm: Algorithm, change: dict[str, Any]) -> bool:
+    """Make a change of a role's settings, "lab.actor.training.learning_rate", or of an argument of a stage,
     "PPO.update_actor.epochs" (with " once" behind it), again; whether it could be."""
-    path, _, once = setting.partition(" ")
-    with suppress(WorkbenchError):
+    path, _, once = change.get("setting", "").partition(" ")
+    if not change.get("exact"):
+        return False
+    with suppress(WorkbenchError, KeyError):
         match path.split("."):
             case ["lab", role, "training", name]:
-                setattr(algorithm.lab.groups[role].training, name, value)
+                setattr(algorithm.lab.groups[role].training, name, change["after"])
                 return True
             case [title, stage, name] if title == type(algorithm).__name__:
-                (algorithm.once if once else algorithm.replace)(stage, **{name: value})
+                (algorithm.once if once else algorithm.replace)(stage, **{name: change["after"]})
                 return True
     return False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,16 @@ class RunFolder:
                 found.setdefault(row[ITERATION], {}).update(changed)
         return found
 
+    def begun(self) -> list[tuple[float, int, bool]]:
+        """When each iteration began, its number, and whether it counts, see `series`."""
+        counts = self._counts()
+        rows = [{TIME: row[TIME], **row["details"]} for row in self._rows(EVENTS) if row["event"] == ITERATION]
+        return [(row[TIME], row[ITERATION], counts(row)) for row in rows]
+
+    def reported(self, stages: Collection[str]) -> list[tuple[float, int]]:
+        """When these stages of training reported, and of which iteration."""
+        return [(row[TIME], row[ITERATION]) for row in _training(self._rows(METRICS)) if row["stage"] in stages]
+
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
         counts = self._counts()
@@ -81,13 +91,14 @@ class RunFolder:
                       for name, value in values.items()}  # fmt: skip
         return {**self.record.settings, **algorithms}
 
-    def changes(self) -> list[dict[str, Any]]:
+    def changes(self, *, fields_too: bool = False) -> list[dict[str, Any]]:
         """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements;
-        with what the event of a change says."""
+        with what the event of a change says. fields_too: with the events of an algorithm's fields, in place of what
+        its iterations say of them."""
         found, seen, fields = [], set(), set[str]()
         for row, values in _changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
-            if algorithm in seen and values:
+            if algorithm in seen and values and not fields_too:
                 changed = ", ".join(f"{algorithm}/{name}={value}" for name, value in values.items())
                 found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": changed})
             seen.add(algorithm)
@@ -95,11 +106,11 @@ class RunFolder:
         for row in self._rows(EVENTS):
             said, kind = row["details"], row["event"]
             noted = kind == "setting" and ".".join(said["setting"].split(".")[:2]) in fields
-            if kind in ("reload", "move", "setting") and not noted:
+            if kind in ("reload", "move", "setting") and (fields_too or not noted):
                 words = {"reload": f"edited {said.get('modules') or said.get('changed')}",
                          "move": f"placement {said.get('placement')}",
                          "setting": f"{said.get('setting')}={said.get('after')}"}[kind]  # fmt: skip
-                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words, **said})
+                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words, "field": noted, **said})
         return sorted(found, key=lambda row: row[TIME])
 
     def last_metrics(self) -> tuple[int, dict[str, float]]:

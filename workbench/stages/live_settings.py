@@ -85,13 +85,13 @@ class LiveSettings:
         return before, changed
 
     def note(self, setting: str, before: Any, after: Any) -> None:
-        """Record that a setting was changed, when, and by which cell."""
-        cell, iteration = running_cell(), self._runner.counters.iteration
+        """Record that a setting was changed, when, and by which cell; exact: whether `after` is the value itself."""
+        cell, iteration, kept = running_cell(), self._runner.counters.iteration, _plain(after)
         self.count += 1
         self._runner.telemetry.append_event(
-            EVENT, setting=setting, before=_plain(before), after=_plain(after), iteration=iteration,
+            EVENT, setting=setting, before=_plain(before), after=kept, iteration=iteration,
             cell=None if cell is None else cell.number, cell_id="" if cell is None else cell.id,
-            by=_by.get(),
+            by=_by.get(), exact=isinstance(after, type(kept)),
         )  # fmt: skip
         self._runner.ownership.record()
 
