@@ -167,7 +167,7 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
         with expect_error(
             StageInterrupted,
             rule="things are as before the stage",
-            remedy="the same call again, on the same batch, goes on",
+            remedy="the same call again goes on; a batch",
         ):
             lab.critic.compute_values(batch)
         presses = 2

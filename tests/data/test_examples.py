@@ -66,9 +66,9 @@ def test_forms_of_pairs() -> None:
         ({"question": "a", "answer": "b"}, "a", "b"),
         ({"prompt": [USER], "completion": [said("b")]}, [USER], "b"),
         ({"prompt": HH, "completion": [said("b")]}, HH, "b"),
-        ({"prompt": HH, "completion": [said("b"), USER, said("c")]}, dialogue(HH), "b\n\nc"),
+        ({"prompt": HH, "completion": [said("b"), USER, said("c")]}, HH, "b\n\nc"),
         ({"messages": [said("0"), USER, said("b"), USER, said("c")]}, [said("0"), USER], "b\n\nc"),
-        ({"prompt": "a", "completion": [said("b"), USER, said("c")]}, [USER | {"content": "a"}], "b\n\nc"),
+        ({"prompt": "a", "completion": [said("b"), USER, said("c")]}, "a", "b\n\nc"),
     ],
 )
 def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) -> None:
@@ -149,9 +149,13 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
     for row in rows.training:
         assert row.prompt_ids + row.answer_ids[0] == whole["input_ids"]
         assert [False] * len(row.prompt_ids) + row.learned == [bool(one) for one in whole["assistant_masks"]]
+    pairs = [{"prompt": "a", "chosen": [call], "rejected": [turns[0]]}]
+    (pair,) = Examples(pairs, "pairs", tokenizer=tokenizer, chat=False).training
+    written = ['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|eos|>', "<think>Hm.</think>b<|eos|>"]
+    assert [text(ids) for ids in pair.answer_ids] == written
     mask = rows.table(rows.training)["response_mask"]
     assert isinstance(mask, Ragged) and mask.rows()[1].tolist() == rows.training[1].learned
-    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="does not write", remedy="into the content"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="leaves out part", remedy="into the content"):
         examples([{"messages": [USER, call]}], "demonstrations")
 
 
@@ -227,6 +231,8 @@ def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
     for opens, answer, chat, learned in (
         ("", "4", None, "<think>\n\n</think>\n\n4"),
         ("", "4", ChatFormat(arguments={"quiet": True}), "4"),
+        ("", "It is 4", ChatFormat(prefill="It is "), "4"),
+        ("<think>\n", "4", ChatFormat(prefill="\n</think>\n\n"), "4"),
         ("", thought, None, thought),
         ("<think>\n", "4", None, "\n</think>\n\n4"),
         ("<think>\n", thought, None, "b\n</think>\n\n4"),
@@ -239,13 +245,15 @@ def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
         assert text(row.answer_ids[0]) == f"{learned}<|eos|>"
         whole: Any = [{"role": "user", "content": "a"}, said(answer)]
         whole = tokenizer.apply_chat_template(whole, tokenize=False)
-        assert text(row.prompt_ids + row.answer_ids[0]) == whole
+        assert text(row.prompt_ids + row.answer_ids[0]) == whole or "It is" in answer
     takes_out = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|eos|>{% endfor %}"
     tokenizer.chat_template = takes_out + "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
     source: list[dict[str, Any]] = [{"prompt": "a", "response": thought}]
     (row,) = Examples(source, "demonstrations", tokenizer=tokenizer).training
     assert text(row.answer_ids[0]) == "b\n</think>\n\n4<|eos|>"
-    with expect_error(BadInput, value="^row 1 of a list: the answer .*'4'", rule="behind .*<think>"):
+    with expect_error(
+        BadInput, value="^row 1 of a list: the answer .*'4'", rule="inside of <think>, and the answer has none"
+    ):
         Examples([*source, {"prompt": "a", "response": "4"}], "demonstrations", tokenizer=tokenizer)
 
 

@@ -69,7 +69,7 @@ def test_a_cell_that_makes_its_algorithm_is_told_that_it_would_make_another(tmp_
                 "ppo = wb.PPO(lab, reward=stop)\nppo.run(2)",
                 "begins a new iteration: ppo.run(...) in another cell goes on",
             ),
-            ("ppo.run(2)", "the same call again, on the same batch, goes on"),
+            ("ppo.run(2)", "the same call again goes on; a batch"),
         ):
             error, _ = kernel.cell(made)
             assert said in " ".join(error.split()), error

@@ -143,7 +143,7 @@ def test_who_is_collected() -> None:
 
 
 def test_unequal_minibatches_are_refused() -> None:
-    with expect_error(BadInput, value="10 rows in 4 minibatches", remedy=r"take\(range\(8\)\) leaves 2 out"):
+    with expect_error(BadInput, value="10 rows in 4 minibatches", remedy=r"take\(range\(8\)\), which leaves 2 out"):
         minibatch_rows(10, 4)
     with expect_error(BadInput, remedy="^assign a training.minibatches that divides 3"):
         minibatch_rows(3, 4)

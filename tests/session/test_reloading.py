@@ -202,7 +202,7 @@ def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any, capsys: pytest
         capsys.readouterr()
         assert [lab.critic.told(), lab.critic.told()] == [[("old", 2)], [("old", 3)]]  # it is said once
         told = capsys.readouterr().out
-        assert told.count("cell_score: defined again since the reward role got it") == 1
+        assert told.count("cell_score: defined again, and the reward role goes on") == 1
         assert told.count("CellCritic: defined again") == 1 and "lab.reload()" in told
         report = lab.reload()
         assert report.df.loc["kernel", "roles"] == "critic, reward"

@@ -294,7 +294,7 @@ class StageEdits(LiveFields, ABC):
         if function is None:
             self._note_arguments(before, stage, arguments)
         else:
-            self._note_edit(stage, function)
+            self._note_edit(stage, None, function)
 
     def once(self, stage: str, /, **arguments: Any) -> None:
         """Other arguments for the next run of a stage alone: `algo.once("update_actor", clip=0.1)`. After that run
@@ -368,13 +368,13 @@ class StageEdits(LiveFields, ABC):
                 "finish the iteration first, with iterate(), or give it up, with restart()",
             )
         self._edit(lambda graph: graph.inserted(after, function, called, arguments), f"inserting {called!r}")
-        self._note_edit(called, f"inserted after {after}")
+        self._note_edit(called, None, f"inserted after {after}")
 
     def remove(self, stage: str) -> None:
         """Leave a stage out: what took its batch takes the batch that it was given. Where it has run in this iteration,
         what has run on what it made runs again, as in `replace`."""
         self._edit(lambda graph: graph.removed(stage), f"removing {stage!r}", again=stage)
-        self._note_edit(stage, "removed")
+        self._note_edit(stage, None, "removed")
 
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
@@ -430,9 +430,9 @@ class StageEdits(LiveFields, ABC):
         for name, value in arguments.items():
             old = None if was.get(name) is Parameter.empty else was.get(name)
             old, new = (value_in_effect({**was, **arguments}, name, one) for one in (old, value))
-            self._note_edit(f"{stage}.{name}{how}", new, old)
+            self._note_edit(f"{stage}.{name}{how}", old, new)
 
-    def _note_edit(self, what: str, after: Any, before: Any = None) -> None:
+    def _note_edit(self, what: str, before: Any, after: Any) -> None:
         self.lab.runner.live.note(f"{type(self).__name__}.{what}", before, after)
 
 

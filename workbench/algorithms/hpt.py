@@ -81,7 +81,7 @@ class HPT(Algorithm):
         )
 
     def set_aside(self, batch: Batch) -> Batch:
-        """The prompts, with their demonstrations as columns `demonstration`, `demonstration_ids`, `..._mask`."""
+        """The prompts, with their demonstrations as `demonstration`, `demonstration_ids` and `demonstration_mask`."""
         return batch.rename(**{f"response{end}": f"demonstration{end}" for end in ("", "_ids", "_mask")})
 
     def choose(self, batch: Batch) -> Batch:

@@ -365,7 +365,7 @@ class RayBackend(Backend):
     def _python(self, info: HostInfo) -> dict[str, str]:
         """What a host begins with in place of a new Python."""
         head = running_head() if self._head is not None else None
-        if head is None or info.gpus or sys.platform != "linux":
+        if head is None or info.gpus:
             return {}
         return {"py_executable": python_for_hosts(head["hosts"])}
 

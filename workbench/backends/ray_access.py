@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import stat
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ CERTIFICATES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for a process that starts a head
 ANSWER_S = 5.0
 SOCKET = "ray/session_2026-11-23_12-16-10_016272_1234567/sockets/plasma_store"  # the longest of a session
-SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of the path of a socket
+SOCKET_BYTES = 107  # of the path of a socket
 
 
 def own_access() -> dict[str, str]:

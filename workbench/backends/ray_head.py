@@ -15,7 +15,7 @@ from ray.scripts import scripts
 
 if __name__ == "__main__":
     listens_at = sys.argv.pop(1)
-    if sys.platform == "linux" and not any(Path("/dev").glob("nvidia[0-9]*")):  # of GPUs no host is a fork
+    if not any(Path("/dev").glob("nvidia[0-9]*")):  # of GPUs no host is a fork
         server = Path(__file__).with_name("host_server.py")
         hosts = subprocess.Popen([sys.executable, "-P", str(server), "serve", listens_at], stdin=subprocess.PIPE)
     scripts.get_ray_client_dependency_error = lambda: ImportError("no clients")

@@ -195,7 +195,7 @@ def balanced_shares(tokens: np.ndarray, ranks: int) -> list[np.ndarray]:
 def minibatch_rows(rows: int, minibatches: int) -> Chunks:
     """Consecutive rows, cut into equally many minibatches."""
     if left := rows % minibatches:
-        fewer = f"batch.take(range({rows - left})) leaves {left} out, or " if rows > minibatches else ""
+        fewer = f"take batch.take(range({rows - left})), which leaves {left} out, or " if rows > minibatches else ""
         raise BadInput(
             f"{rows} rows in {minibatches} minibatches",
             "the minibatches of an update must be equally large",

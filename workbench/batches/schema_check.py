@@ -180,7 +180,7 @@ def _right_dtype(schema: ColumnSchema, dtype: torch.dtype) -> bool:
 def _wrong_kind(name: str, column: ColumnValues, schema: ColumnSchema, where: str) -> BadInput:
     remedy = ""
     if isinstance(column, list):
-        remedy = f"put numbers: lab.put({{**batch.fetch(), {name!r}: [...]}})"
+        remedy = f"put numbers: lab.put({{**batch.fetch(), {name!r}: [...]}}, meta=batch.meta)"
     elif isinstance(column, Tensor) and column.ndim == 2 and column.shape[1] == 1:
         remedy = "x[:, 0] of a tensor [rows, 1] is one [rows]"
     elif isinstance(column, Tensor) and schema.holds == "token ids":

@@ -298,7 +298,7 @@ def summary(found: pd.DataFrame, samples: int) -> dict[str, float]:
     }
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
     for k in ks:
-        row[f"pass@{k}"] = _mean([pass_at_k(n := len(one), int(one["passed"].sum()), min(k, n)) for one in prompts])
+        row[f"pass@{k}"] = _mean([pass_at_k(len(one), int(one["passed"].sum()), min(k, len(one))) for one in prompts])
     row["response_tokens_mean"] = _mean(lengths)
     row["truncated_fraction"] = 1 - _mean(kept["finished"].to_numpy())
     row["failed_fraction"] = float(1 - valid.mean())

@@ -36,7 +36,7 @@ def replay(
     `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
     was changed on the way and is not repeated, which is also printed: what was assigned something else than a number
     or a text, stages that were put in or left out, edited code, placements. A change in the middle of an iteration is
-    named too: it is made before the next one.
+    named too: it is made before the next one, but for `once`, which is not.
 
         lab = wb.open(...)  # as that run was opened
         wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
@@ -89,7 +89,7 @@ def replay(
         left_out += [one["change"] for one in changes.get(number, ()) if not _repeated(algorithm, one)]
         algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
     if left_out:
-        print(f"not repeated: {', '.join(left_out)}")
+        print(f"not repeated as it was: {', '.join(left_out)}")
     frame = _compared(here, there)
     differs = diff(there.folder, lab).settings
     frame.attrs |= {"differs": differs[~differs.index.str.endswith(OF_RUN)], "left_out": left_out}
@@ -112,22 +112,26 @@ def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
 
 def _changes(there: RunFolder, algorithm: Algorithm, last: int) -> tuple[dict[int, list[dict[str, Any]]], list[str]]:
     """What else than fields was changed, by the number of the iteration before which it was; and what was changed in
-    the middle of an iteration, which has part of its effect one iteration late. What was for the next run of a stage
-    alone, in an iteration that was taken back, is left out."""
-    begun, reported = there.begun(), there.reported(algorithm.graph().names)
-    found, middle = dict[int, list[dict[str, Any]]](), list[tuple[int, str]]()
+    the middle of an iteration, where stages of it came behind."""
+    begun, stages = there.begun(), {*algorithm.graph().names}
+    reported = [one for one in there.reported() if one[2] in stages]
+    found, inside = dict[int, list[dict[str, Any]]](), list[str]()
     for change in there.changes(fields_too=True):
         at, once = change["time_s"], change.get("setting", "").endswith(" once")
-        under_way = [(number, counts) for time, number, counts in begun if time < at][-1:]
-        behind = [(time, number, counts) for time, number, counts in begun if time >= at]
-        until, _, used = behind[0] if behind else (np.inf, 0, False)
-        if any(time > at and time < until and (number, True) in under_way for time, number in reported):
-            middle += [(number, f"{change['change']} in the middle of iteration {number}") for number, _ in under_way]
-            used = False
-        number = next((number for _, number, counts in behind if counts), last + 1)
-        if not change["field"] and (used or not once):
+        behind = [(number, counts) for time, number, counts in begun if time >= at]
+        since, now, counted = next((one for one in reversed(begun) if one[0] < at), (0.0, 0, False))
+        until = min((time for time, _, _ in begun if time >= at), default=np.inf)
+        rows = [(time, stage) for time, number, stage in reported if number == now and since < time < until]
+        # stages that a cell calls again behind the iteration are none of it
+        later = {stage for time, stage in rows if time > at} - {stage for time, stage in rows if time <= at}
+        if later and counted and now <= last:
+            inside.append(f"{change['change']} in the middle of iteration {now}")
+        if once and (later or not (behind and behind[0][1])):
+            continue  # its run was in that iteration, or was taken back
+        if not change["field"]:
+            number = next((number for number, counts in behind if counts), last + 1)
             found.setdefault(number, []).append(change)
-    return found, [said for number, said in middle if number <= last]
+    return found, inside
 
 
 def _repeated(algorithm: Algorithm, change: dict[str, Any]) -> bool:

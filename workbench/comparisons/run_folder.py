@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,9 +71,9 @@ class RunFolder:
         rows = [{TIME: row[TIME], **row["details"]} for row in self._rows(EVENTS) if row["event"] == ITERATION]
         return [(row[TIME], row[ITERATION], counts(row)) for row in rows]
 
-    def reported(self, stages: Collection[str]) -> list[tuple[float, int]]:
-        """When these stages of training reported, and of which iteration."""
-        return [(row[TIME], row[ITERATION]) for row in _training(self._rows(METRICS)) if row["stage"] in stages]
+    def reported(self) -> list[tuple[float, int, str]]:
+        """When each stage of training reported, of which iteration, and its name."""
+        return [(row[TIME], row[ITERATION], row["stage"]) for row in _training(self._rows(METRICS))]
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""

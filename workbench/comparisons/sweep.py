@@ -316,8 +316,7 @@ def _share(slot: int, of: int) -> dict[str, str]:
 def _in_process() -> None:
     """Make the trial that standard input names. It is interrupted where the process that asked for it ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script in the background ignores it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
     path, key, train, settings, save_every = pickle.loads(sys.stdin.buffer.read())
     _made(Ledger(path), key, train, settings, save_every)
 

@@ -14,6 +14,7 @@ from workbench.data.readers import Row
 from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
+from workbench.models.tokenizers import REASONING
 
 PROMPTS = ("prompt", "question")
 RESPONSES = ("response", "completion", "answer")
@@ -29,14 +30,14 @@ class Example:
     """One row, read.
 
     prompt: a text, or messages up to where the answer begins. answers: the response; or the chosen and the rejected
-    one. turns: of a demonstration, the messages from its answer on, where it is not a text. margin: of a pair, by how
+    one. turns: of each answer, its messages where they are more than a text. margin: of a pair, by how
     much more the chosen answer is preferred; None where the row does not say. desirable: of feedback, whether the
     answer was rated as good. tools: the row's own, see `row_tools`.
     """
 
     prompt: Conversation
     answers: tuple[str, ...]
-    turns: Sequence[Message] = ()
+    turns: tuple[Sequence[Message], ...] = ()
     margin: float | None = None
     desirable: bool = True
     tools: Sequence[Any] = ()
@@ -54,34 +55,19 @@ def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
     prompt = next((name for name in PROMPTS if name in row), None)
     response = next((name for name in RESPONSES if name in row), None)
     if prompt and response:
-        before, said = _prompt(row[prompt], where, prompt), row[response]
-        answer = said if isinstance(said, str) else _messages(said, where, response)
-        if rated or isinstance(answer, str) or [sorted(message) for message in answer] == [["content", "role"]]:
-            return Example(prompt=before, answers=(_answer(said, where, response),))
-        if isinstance(before, str):
-            before = dialogue(before) or [{"role": "user", "content": before}]
-        messages, first = [*before, *answer], len(before)
-    elif "messages" in row:
+        text, turns = _answer(row[response], where, response, several=not rated)
+        return Example(prompt=_prompt(row[prompt], where, prompt), answers=(text,), turns=(turns,))
+    if "messages" in row:
         messages = _messages(row["messages"], where, "messages")
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
         first = answers[-1 if rated else 0] if answers else len(messages)
-    else:
-        raise BadInput(
-            f"{where} has {', '.join(map(repr, row)) or 'no columns'}",
-            "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
-            "rename its columns, or drop the row",
-        )
-    turns = messages[first:]
-    if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
-        raise BadInput(
-            f"{where}: its messages do not end with an answer",
-            "the last message is the assistant's, and so is the first of a response",
-            "drop the row",
-        )
-    if rated:
-        return Example(prompt=messages[:first], answers=(_said(turns[0], where),))
-    texts = [message["content"] for message in turns if message["role"] == "assistant"]
-    return Example(prompt=messages[:first], answers=("\n\n".join(texts),), turns=turns)
+        text, turns = _said(messages[first:], where)
+        return Example(prompt=messages[:first], answers=(text,), turns=(turns,))
+    raise BadInput(
+        f"{where} has {', '.join(map(repr, row)) or 'no columns'}",
+        "a demonstration is {'prompt': ..., 'response': ...} or {'messages': [...]}",
+        "rename its columns, or drop the row",
+    )
 
 
 def feedback(row: Row, where: str) -> Example:
@@ -127,8 +113,8 @@ def pair(row: Row, where: str) -> Example:
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = next((name for name in PROMPTS if name in row), None)
     if prompt:
-        answers = (_answer(chosen, where, "chosen"), _answer(rejected, where, "rejected"))
-        return Example(prompt=_prompt(row[prompt], where, prompt), answers=answers, margin=margin)
+        both = [_answer(row[name], where, name) for name in ("chosen", "rejected")]
+        return _pair(_prompt(row[prompt], where, prompt), both, margin)
     if isinstance(chosen, str) and isinstance(rejected, str):
         start = _shared_text(chosen, rejected)
         if not chosen[:start].strip():
@@ -148,8 +134,12 @@ def pair(row: Row, where: str) -> Example:
             "without a 'prompt', both are the same messages up to the assistant's last one",
             "add a column 'prompt', or drop the row",
         )
-    answers = (_said(turns[0][-1], where), _said(turns[1][-1], where))
-    return Example(prompt=turns[0][:shared], answers=answers, margin=margin)
+    return _pair(turns[0][:shared], [_said(messages[-1:], where) for messages in turns], margin)
+
+
+def _pair(prompt: Conversation, both: Sequence[tuple[str, Sequence[Message]]], margin: float | None) -> Example:
+    answers, turns = zip(*both, strict=True)
+    return Example(prompt=prompt, answers=answers, turns=turns, margin=margin)
 
 
 def dialogue(text: str) -> list[Message] | None:
@@ -193,22 +183,28 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= FLOAT32_MAX
 
 
-def _answer(value: Any, where: str, column: str) -> str:
-    """A text, which may be empty, or what one message of the assistant says."""
+def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tuple[str, Sequence[Message]]:
+    """See `_said`. value: a text, which may be empty, or one message of the assistant. several: or more, see
+    `demonstration`."""
     if isinstance(value, str):
-        return value
+        return value, ()
     messages = _messages(value, where, column)
-    if len(messages) != 1 or messages[0]["role"] != "assistant":
+    if not several and (len(messages) != 1 or messages[0]["role"] != "assistant"):
         raise BadInput(f"{where}: {column!r} holds {len(messages)} messages", "an answer is one, of the assistant")
-    return _said(messages[0], where)
+    return _said(messages, where)
 
 
-def _said(message: Message, where: str) -> str:
-    """The text of an answer."""
-    if message.get("tool_calls"):
-        remedy = "write the calls into its content as the model does, or drop the row"
-        raise BadInput(f"{where}: its answer calls tools", "an answer is a text", remedy)
-    return str(message["content"])
+def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
+    """The text of an answer, and its messages where they are more than that."""
+    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+        raise BadInput(
+            f"{where}: its messages do not end with an answer",
+            "the last message is the assistant's, and so is the first of a response",
+            "drop the row",
+        )
+    text = "\n\n".join(message["content"] for message in messages if message["role"] == "assistant")
+    more = len(messages) > 1 or any(messages[0].get(name) for name in ("tool_calls", *REASONING))
+    return text, messages if more else ()
 
 
 def _messages(value: Any, where: str, column: str) -> list[Message]:

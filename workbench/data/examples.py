@@ -208,28 +208,28 @@ class Examples(EpochRows[Tokenized]):
 
     def _tokenize(self, example: Example) -> Tokenized:
         tokenizer, prompt, answers, tools = self._tokenizer, example.prompt, example.answers, example.tools
-        chat = self._chat or not isinstance(prompt, str)
+        chat = self._chat or not isinstance(prompt, str) or any(example.turns)
         if chat and isinstance(prompt, str) and (turns := dialogue(prompt)):
             prompt, answers = turns, tuple(answer.removeprefix(" ") for answer in answers)
-        begun = ""
-        if chat and isinstance(chat, ChatFormat):
-            prompt, begun = chat.messages(prompt), chat.prefill
+        if isinstance(chat, ChatFormat):
+            prompt = chat.messages(prompt)
         said: Sequence[Any] = answers
         if chat:
-            said = [example.turns] if example.turns else [[{"role": "assistant", "content": one}] for one in answers]
+            given = example.turns or ((),) * len(answers)
+            said = [more or [{"role": "assistant", "content": one}] for one, more in zip(answers, given, strict=True)]
         if not self.control_tokens:
-            given, (prompt, said, tools) = (prompt, said, tools), as_text(tokenizer, (prompt, said, tools))
-            self.with_control_tokens += given != (prompt, said, tools)
+            before, (prompt, said, tools) = (prompt, said, tools), as_text(tokenizer, (prompt, said, tools))
+            self.with_control_tokens += before != (prompt, said, tools)
         prompt_ids = render_prompt(tokenizer, prompt, chat=with_row_tools(chat, tools, tokenizer))
-        found = [self._turns(one, begun) if chat else self._plain(one) for one in said]
+        found = [self._turns(one) if chat else self._plain(one) for one in said]
         answer_ids = tuple(ids for ids, _ in found)
         return Tokenized(example=example, prompt_ids=prompt_ids, answer_ids=answer_ids, learned=found[0][1])
 
     @functools.cached_property
     def _formats(self) -> tuple[AnswerFormat, AnswerFormat]:
-        """Of the first answer of a row, and of later turns, which have no arguments of the template."""
-        arguments = self._chat.arguments if isinstance(self._chat, ChatFormat) else {}
-        return AnswerFormat(self._tokenizer, arguments), AnswerFormat(self._tokenizer)
+        """Of the first answer of a row, and of later turns, which have no arguments of the template and no prefill."""
+        chat = self._chat if isinstance(self._chat, ChatFormat) else ChatFormat()
+        return AnswerFormat(self._tokenizer, chat.arguments, chat.prefill), AnswerFormat(self._tokenizer)
 
     def _plain(self, answer: str) -> tuple[list[int], list[bool]]:
         ids, eos = encoded(self._tokenizer, answer), self._tokenizer.eos_token_id
@@ -237,19 +237,18 @@ class Examples(EpochRows[Tokenized]):
         ids = ids if ids and ids[-1] in (eos, self._turn_end) else [*ids, eos]
         return ids, [True] * len(ids)
 
-    def _turns(self, messages: Sequence[Message], begun: str) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation from an answer on, and which are the assistant's. begun: how the first one begins
-        in the prompt."""
-        ids, learned, between = list[int](), list[bool](), list[Message]()
+    def _turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation from an answer on, and which are the assistant's."""
+        (first, later), ids, learned, between = self._formats, list[int](), list[bool](), list[Message]()
         for message in messages:
             if message["role"] != "assistant":
                 between.append(message)
                 continue
-            first, later = self._formats
             lead = render_reply(self._tokenizer, between, after=ids[-1]) if ids else []
-            text = later(message) if ids else first(message).removeprefix(begun)
-            turn = [*encoded(self._tokenizer, text), self._turn_end]
-            ids, learned, between = [*ids, *lead, *turn], learned + [False] * len(lead) + [True] * len(turn), []
+            turn = [*encoded(self._tokenizer, (later if ids else first)(message)), self._turn_end]
+            ids += [*lead, *turn]
+            learned += [False] * len(lead) + [True] * len(turn)
+            between = []
         return ids, learned
 
     def _need_margins(self) -> None:

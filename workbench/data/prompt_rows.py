@@ -6,6 +6,7 @@ import json
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ def _message(value: Any) -> Message | None:
             content = "".join(texts)
     calls = message.get("tool_calls")
     if calls is not None:
+        calls = _filled(calls)
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             return None
         message["tool_calls"] = [_call(call) for call in calls]
@@ -75,16 +77,12 @@ def _is_call(call: Any) -> bool:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _filled(call)
-    function = found.get("function")
+    function = call.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"])
-        except ValueError:
-            return found
-        if isinstance(arguments, dict):
-            found["function"] = {**function, "arguments": arguments}
-    return found
+        with suppress(ValueError):
+            if isinstance(arguments := json.loads(function["arguments"]), dict):
+                return {**call, "function": {**function, "arguments": arguments}}
+    return dict(call)
 
 
 def row_tools(row: Mapping[str, Any]) -> list[Any]:

@@ -150,8 +150,6 @@ def has_texts(value: object) -> bool:
 
 
 TURN = "\u2042turn\u2042"  # stands for a turn of the assistant in a rendered conversation
-
-
 QUESTION = {"role": "user", "content": "-"}
 THINK = "<think>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that data and templates have for one thing
@@ -160,43 +158,55 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names that data an
 class AnswerFormat:
     """How the chat template writes what the assistant says, from the head of a turn on: what is said, the calls of
     tools and the reasoning in a key of its own, and what the template puts beside them, such as an empty `<think>`
-    block; as in the last turn, which is where a model writes it. arguments: variables of the template.
+    block; as in the last turn, which is where a model writes it. arguments: variables of the template. prefill: how the
+    answer begins in the prompt.
 
     Some templates take white space off. What else they take out of a text, such as reasoning, stays.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer, self._arguments = tokenizer, arguments
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None, prefill: str = ""
+    ) -> None:
+        self._tokenizer, self._arguments, self._prefill = tokenizer, arguments, prefill
         self._head, self._tail = rendered(tokenizer, [QUESTION], arguments=arguments), behind_turn(tokenizer)
-        self._adds_nothing = self._whole({"role": "assistant", "content": TURN}) == self._head + TURN + self._tail
-        self._opened = THINK if self._head.rstrip().endswith(THINK) and not self._adds_nothing else ""
+        self._adds_nothing = self._written({"role": "assistant", "content": TURN}) == TURN
+        inside = (self._head + prefill).rstrip().endswith(THINK) and not self._adds_nothing
+        self._opened = THINK if inside else ""
 
-    def _whole(self, message: Mapping[str, Any]) -> str:
-        """A conversation that ends with a message; empty where it does not begin as a rollout, or ends otherwise."""
+    def _written(self, message: Mapping[str, Any]) -> str | None:
+        """What the template writes of a message; None where the conversation does not begin as a rollout does, or ends
+        otherwise."""
         whole = rendered(self._tokenizer, [QUESTION, message], next_turn=False, arguments=self._arguments)
-        return whole if whole.startswith(self._head) and whole.endswith(self._tail) else ""
+        end = len(whole) - len(self._tail)
+        found = whole.startswith(self._head) and whole.endswith(self._tail) and end >= len(self._head)
+        return whole[len(self._head) : end] if found else None
 
     def __call__(self, message: Mapping[str, Any]) -> str:
-        """Raises `BadInput` where the template leaves a call, or reasoning or text beside it, out."""
+        """Raises `BadInput` where the template leaves a call, or reasoning or text beside it, out, and for an answer
+        without reasoning where the turn begins inside of it."""
         text, calls = str(message["content"]), message.get("tool_calls") or ()
         reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
         said, apart = text.strip(), [call.get("function", call)["name"] for call in calls] + [reasoning.strip()]
         if self._adds_nothing and text == said and not any(apart):
-            return text
-        whole = self._whole({**message, "reasoning_content": reasoning} if reasoning else message)
-        if whole and all(one in whole for one in (said, *apart)):
-            return whole[len(self._head) : len(whole) - len(self._tail)]
+            return text.removeprefix(self._prefill)
+        behind = said.removeprefix(self._opened).lstrip() if self._opened else said
+        written = self._written({**message, "reasoning_content": reasoning} if reasoning else message)
+        all_of_it = written is not None and all(one in written for one in (behind, *apart))
+        if written is not None and all_of_it and written.startswith(self._prefill):
+            return written.removeprefix(self._prefill)
         if any(apart) or not said.startswith(self._opened):
-            what = f"the calls, reasoning and text of an answer behind {self._head[-40:]!r}"
+            what = (
+                "the turn begins inside of <think>, and the answer has none" if self._opened else "it leaves out part"
+            )
             raise BadInput(
                 f"the answer {unmarked(shown(dict(message), 120))}",
-                f"the chat template of {self._tokenizer.name_or_path!r} does not write {what}",
+                f"the chat template of {self._tokenizer.name_or_path!r}: {what}",
                 "write all of it into the content, as the model does, or drop the row",
             )
         if self._adds_nothing and said:  # something inside is taken out: the white space around it is the template's
-            whole = self._whole({**message, "content": text.replace(said, TURN, 1)})
-            return whole[len(self._head) : len(whole) - len(self._tail)].replace(TURN, said) if TURN in whole else said
-        return said.removeprefix(self._opened).lstrip() if self._opened else said
+            around = self._written({**message, "content": text.replace(said, TURN, 1)}) or TURN
+            behind = around.replace(TURN, said)
+        return behind.removeprefix(self._prefill)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -215,9 +225,7 @@ def behind_turn(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         return ""
     try:
-        text = rendered(
-            tokenizer, [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}], next_turn=False
-        )
+        text = rendered(tokenizer, [QUESTION, {"role": "assistant", "content": TURN}], next_turn=False)
     except BadInput:
         return ""
     return text.rpartition(TURN)[2] if TURN in text else ""
@@ -248,7 +256,7 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str
             "it has no chat template",
             "reply with a text, which is put in as it stands",
         )
-    conversation = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}, *messages]
+    conversation = [QUESTION, {"role": "assistant", "content": TURN}, *messages]
     text = rendered(tokenizer, conversation)
     _, found, rest = text.partition(TURN)
     if not found:

@@ -157,7 +157,8 @@ class History:
 
     @checked_call("lab.history.changes")
     def changes(self) -> pd.DataFrame:
-        """Settings that were assigned while the workbench lived, one a row, in order: `time` (of this machine's
+        """Settings that were assigned while the workbench lived, and stages of algorithms that were put in, replaced or
+        left out, one a row, in order: `time` (of this machine's
         clock), `iteration` (the one under way, or the last one), `cell` (`In [cell]`, or "panel"; None outside a
         notebook), `setting`, and its value `before` and `after`: of a clip that is None, the one of its loss."""
         events = self._telemetry.events()

@@ -181,12 +181,11 @@ class Reloader:
         """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, or
         a role with a function or class that a cell has defined anew."""
         for role, field, part in self._notebook_code():
-            now = self._now(part)
+            now = _now(part)
             if now is not part and now is not self._told_of_cells.get((role, field)):
                 self._told_of_cells[role, field] = now
                 if code_behind(now) != self._shipped.get((role, field)):
-                    what = f"{name_of(now)}: defined again since the {role} role got it"
-                    print(f"{what}, which goes on with the code of before; {TAKE}")
+                    print(f"{name_of(now)}: defined again, and the {role} role goes on with the code of before; {TAKE}")
         loaded.note()
         files = _stamps({source.path for source in loaded.texts.values()})
         if self._hosts.inline or files == self._told:
@@ -233,16 +232,11 @@ class Reloader:
             if role in roles or (role, field) not in self._shipped:
                 self._shipped[role, field] = code_behind(part)
 
-    def _now(self, part: Any) -> Any:
-        """What the notebook has under the name of a function or class of a cell."""
-        now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
-        return now if isinstance(now, type) == isinstance(part, type) and callable(now) else part
-
     def _redefined(self) -> dict[str, Model]:
         """By role, the models whose function or worker class the notebook has defined again since the hosts got it."""
         found = dict[str, Model]()
         for role, field, part in self._notebook_code():
-            now = self._now(part)
+            now = _now(part)
             code = code_behind(now)
             if code != self._shipped.get((role, field), code):
                 found[role] = found.get(role, self._hosts.description.models[role]).changed(**{field: now})
@@ -348,3 +342,10 @@ def _stamps(paths: Collection[str]) -> dict[str, Stamp]:
 def _few(names: Sequence[str]) -> str:
     """Names, the first of them where they are many."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def _now(part: Any) -> Any:
+    """What the notebook has under the name of a function or class of a cell; itself where it wraps that."""
+    now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
+    same = isinstance(now, type) == isinstance(part, type) and callable(now) and not hasattr(part, "__wrapped__")
+    return now if same else part

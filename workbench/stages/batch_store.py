@@ -204,11 +204,11 @@ def _as_table(table: Any) -> Table:
 
 def _as_numbers(name: str, column: Any) -> Any:
     """A column that stages know, given as lists, with the dtype of the numbers; what it is where they are none."""
-    schema = SCHEMA.get(name)
+    schema = SCHEMA.get(name.partition("/")[0])  # of a component of rewards, too
     if not isinstance(column, list) or schema is None or schema.holds == "text":
         return column
     with suppress(TypeError, ValueError, RuntimeError):
-        if schema.row == "one" or not isinstance(next(iter(column), 0), Sequence | np.ndarray):
+        if schema.row == "one" or not isinstance(next(iter(column), 0), Sequence | np.ndarray | torch.Tensor):
             return torch.tensor(column)
         values = torch.tensor([number for row in column for number in row])
         return Ragged(values if len(values) else values.long(), torch.tensor([len(row) for row in column]))

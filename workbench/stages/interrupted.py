@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.stages.stage import StageRun
 
 AS_BEFORE = "things are as before the stage"
-AGAIN = "the same call again, on the same batch, goes on"
+AGAIN = "the same call again goes on; a batch that it takes must be the same"
 
 
 def as_before(name: str) -> StageInterrupted:
@@ -40,7 +40,7 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
     return StageInterrupted(
         f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
         "the weights are as after that step",
-        f"run the cell again: the same call again goes on with step {part.steps + 1}",
+        f"the same call again, on the same batch, goes on with step {part.steps + 1}",
     )
 
 
@@ -79,7 +79,7 @@ def of(run: Run) -> Exception:
         run.runner.interrupted.not_received(run)
         if not run.updates:
             return as_before(run.name)
-        again = "run the cell again: the same call takes no step, and gives its metrics"
+        again = "the same call again, on the same batch, takes no step, and gives its metrics"
         return StageInterrupted(
             f"{run.name} was interrupted after its last optimizer step", "the update is done", again
         )

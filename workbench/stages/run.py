@@ -279,7 +279,7 @@ def interruptible(run: Run) -> Iterator[Presses]:
             raise StageInterrupted(
                 f"{run.name} was interrupted twice",
                 "its ranks stop at the next place where nothing is half done, and nobody waits for them",
-                "run the cell again to go on: the next call waits for them",
+                "the next call waits for them; the same call again goes on",
             ) from None
 
 

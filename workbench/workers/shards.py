@@ -61,8 +61,9 @@ class Shards:
         if columns and call.kept is not None:
             host, key = call.kept
             if host == self.info.name:
+                shard = _Shard.of(own_copy(columns))  # a worker may write into what it keeps
                 with self._lock:
-                    self._shards[key] = _Shard.of(own_copy(columns))  # a worker may write into what it keeps
+                    self._shards[key] = shard
             else:
                 names = ", ".join(columns)
                 with self.recorder.transfer(self.info.name, host, batch=call.batch, columns=names) as moved:
