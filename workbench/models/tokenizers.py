@@ -195,9 +195,7 @@ class AnswerFormat:
         if written is not None and all_of_it and written.startswith(self._prefill):
             return written.removeprefix(self._prefill)
         if any(apart) or not said.startswith(self._opened):
-            what = (
-                "the turn begins inside of <think>, and the answer has none" if self._opened else "it leaves out part"
-            )
+            what = "it leaves out part" if any(apart) else "the turn begins inside of <think>, and the answer has none"
             raise BadInput(
                 f"the answer {unmarked(shown(dict(message), 120))}",
                 f"the chat template of {self._tokenizer.name_or_path!r}: {what}",
