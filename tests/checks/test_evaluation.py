@@ -18,7 +18,7 @@ from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
 from workbench.batches.columns import Ragged
 from workbench.checks.evaluation import _passed, _rows, _scores, majority_at_k, summary
-from workbench.errors import BadInput
+from workbench.errors import BadInput, RewardError
 from workbench.workers.roles import reference
 from workbench.workers.weight_exchange import uncut_weights
 
@@ -156,6 +156,10 @@ def test_a_response_whose_selector_failed_is_not_chosen(lab: wb.Workbench) -> No
     assert found["selection_failed_fraction"].iloc[0] == passed.mean() and found.rows["valid"].all()
     assert found.rows["selection_score"].isna().tolist() == passed.tolist()
     assert found["best_of@1"].iloc[0] == found["best_of@2"].iloc[0] == 0.0  # of those that were scored
+    options |= {"reward": fails_where_good, "select": None, "most_failed": 0.0}
+    with expect_error(RewardError, value="fails_where_good"):
+        lab.evaluate("arithmetic", **options)
+    assert lab.evaluate("arithmetic", **{**options, "most_failed": 1.0})["failed_fraction"].iloc[0] == passed.mean()
 
 
 def test_a_reward_model_chooses_the_best_of_n(tmp_path: Path) -> None:

@@ -141,3 +141,10 @@ def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(record
         frame = wb.replay(recorded, grpo(lab), iterations=2)
         assert frame.index.tolist() == [1, 2] and frame.attrs["differs"].index.tolist()
         assert frame["largest_difference"].gt(0).all() and frame["of"].str.startswith("update_actor/").any()
+    with tiny_lab("rows", tmp_path, backend="inline", models=MODELS, prompts=["1+1="] * 8) as lab:
+        frame = wb.replay(recorded, grpo(lab), iterations=1)
+        assert not frame["same_draws"].any() and "prompts/token ids" in frame.attrs["differs"].index
+    with tiny_lab("assigned", tmp_path, backend="inline", models=MODELS) as lab:
+        lab.actor.training.learning_rate = 2e-3
+        with expect_error(BadInput, value="after lab.actor.training.learning_rate=0.002", rule="from its beginning"):
+            wb.replay(recorded, grpo(lab))

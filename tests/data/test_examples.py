@@ -155,7 +155,7 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
     assert [text(ids) for ids in pair.answer_ids] == written
     mask = rows.table(rows.training)["response_mask"]
     assert isinstance(mask, Ragged) and mask.rows()[1].tolist() == rows.training[1].learned
-    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="leaves out part", remedy="the content"):
+    with expect_error(BadInput, value="^row 0 of a list: the answer", rule="leaves out 'add'", remedy="the content"):
         examples([{"messages": [USER, call]}], "demonstrations")
 
 

@@ -211,6 +211,22 @@ def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any, capsys: pytest
         assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == [3.0] * 4
 
 
+def test_a_function_of_an_algorithm_is_assigned_anew(
+    tmp_path: Path, cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = cell("def cell_score(prompt, response, **row):\n    return 1.0")
+    with tiny_lab("fields", tmp_path, backend="inline", models={"actor": TINY, "reward": vowels}) as lab:
+        grpo = wb.GRPO(
+            lab, prompts=2, samples=2, kl_coefficient=0.0, reward=score, sampling=wb.Sampling(max_new_tokens=4)
+        )
+        score = cell("def cell_score(prompt, response, **row):\n    return 2.0")
+        assert {grpo.iterate()["compute_reward/rewards/mean"] for _ in range(2)} == {1.0}
+        said = "cell_score: defined again, and GRPO.reward is the one of before; assign it: grpo.reward = cell_score"
+        assert capsys.readouterr().out.count(said) == 1
+        grpo.reward = score
+        assert grpo.iterate()["compute_reward/rewards/mean"] == 2.0 and said not in capsys.readouterr().out
+
+
 def test_a_role_is_given_another_function_or_worker_class(lab: Any, files: Files) -> None:
     batch = lab.put({**stored(), "prompt": ["2 + 2 ="] * 4})
     regress(lab, stored())

@@ -113,7 +113,7 @@ class Algorithm(StageEdits):
             return self._step()
 
     def _step(self) -> Any:
-        self.lab.take_edits()
+        self.lab.take_edits(self)
         self.lab.position.take_up(self)
         once = self._once
         graph = self._graph_with(once)
@@ -162,7 +162,7 @@ class Algorithm(StageEdits):
 
         Raises `BadInput` where the stages before generation draw no prompts of `lab.prompts`, or update a role.
         """
-        self.lab.take_edits()
+        self.lab.take_edits(self)
         graph = self.graph()
         check_can_run_ahead(graph)
         if pause_after is not None:
@@ -327,7 +327,7 @@ class Algorithm(StageEdits):
                     f"write run({iterations}, staleness=2, pause_after={pause_after})",
                 )
             check_can_pause(self.graph())
-        self.lab.take_edits()
+        self.lab.take_edits(self)
         rows, seconds = [], []
         self.lab.position.take_up(self)
         saved = self.taken_up and self.lab.position.saved_algorithm is not None

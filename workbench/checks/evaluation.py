@@ -25,6 +25,7 @@ from workbench.settings.engines import Sampling
 from workbench.support.code_version import function_version
 from workbench.support.flat_settings import flat
 from workbench.support.validation import PositiveInt
+from workbench.workers.passes import ZeroToOne
 
 if TYPE_CHECKING:
     from workbench.algorithms.lab import Lab
@@ -113,6 +114,7 @@ class Asked:
     seed: int
     answer: Callable[[str], Any] | None
     select: Any
+    most_failed: float
 
     @property
     def options(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class Asked:
 def evaluate(
     lab: Lab, data: Any, *, samples: PositiveInt = 4, sampling: Sampling | None = None, n: PositiveInt | None = None,
     reward: Callable[..., Any] | Mapping[str, Any] | None = None, threshold: float = 1.0, seed: int = 0,
-    answer: Callable[[str], Any] | None = None, select: Any = None,
+    answer: Callable[[str], Any] | None = None, select: Any = None, most_failed: ZeroToOne = 0.2,
 ) -> pd.DataFrame:  # fmt: skip
     """How the policy does on other data; training sees nothing of it. One row a data set; `lab.metrics("evaluate")`
     has them all. `.rows` of what it returns is a frame with a row a response: prompt, text, reward, passed, tokens.
@@ -143,14 +145,15 @@ def evaluate(
     answer: a function that gives the answer of a response's text, None where it has none: `majority@k`, the share
     of prompts of which the answer that most of k samples give has passed. select: "role", the reward role's own
     model, or a function as `reward`: `best_of@k`, the reward of the response that it scores highest among k,
-    without those for which it failed: `selection_failed_fraction`.
+    without those for which it failed: `selection_failed_fraction`. most_failed: the share of the responses whose
+    rewards may fail; 1.0: all.
     Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
     reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), median and 95th
     percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a
     format.
     """
 
-    asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select)
+    asked = Asked(samples, sampling, reward, n, threshold, seed, answer, select, most_failed)
     _check(lab, asked)
     named = _named(data)
     sets = {name: _rows(lab, source, asked.n) for name, source in named.items()}
@@ -222,7 +225,7 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
     """A frame with a row a response, the samples of a prompt side by side."""
     batch = lab.put(prompt_table(rows, 0))
     batch = lab.actor.generate_sequences(batch, samples=asked.samples, seed=asked.seed, **asked.options)
-    scored = lab.reward.compute_reward(batch, function=asked.reward)
+    scored = lab.reward.compute_reward(batch, function=asked.reward, most_failed=asked.most_failed)
     status = [name for name in ("valid", "failure") if name in scored.names]
     parts = [name for name in scored.names if name.startswith("rewards/")]
     found = scored.fetch(["rewards", "finished", "response_mask", "response_ids", *status, *parts])
@@ -246,7 +249,9 @@ def _responses(lab: Lab, rows: Sequence[PromptRow], asked: Asked) -> pd.DataFram
         answers = [_answer(asked.answer, response) for response in columns["response"]]
         columns["answer"] = pd.Series(answers, dtype=object)  # None stays None: it is no vote
     if asked.select is not None:
-        columns["selection_score"] = _selection_scores(lab.reward.compute_reward(batch, function=asked.selector))
+        columns["selection_score"] = _selection_scores(
+            lab.reward.compute_reward(batch, function=asked.selector, most_failed=asked.most_failed)
+        )
     return pd.DataFrame(columns)
 
 

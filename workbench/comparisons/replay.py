@@ -33,10 +33,10 @@ def replay(
     same_draws: whether it drew the same prompts from `lab.buffer`, answered by equally old weights. largest_difference,
     of: of its metrics, relative to the larger value; 0 where all have the same bits. only_here, only_there: names of
     metrics of one of the runs.
-    `frame.attrs["differs"]`: settings of the two openings that are not the same, as in `wb.diff`; `"left_out"`: what
-    was changed on the way and is not repeated, which is also printed: what was assigned something else than a number
-    or a text, stages that were put in or left out, edited code, placements. A change in the middle of an iteration is
-    named too: it is made before the next one, but for `once`, which is not.
+    `frame.attrs["differs"]`: settings and data of the two openings that are not the same, as in `wb.diff`;
+    `"left_out"`: what was changed on the way and is not repeated, which is also printed: what was assigned something
+    else than a number or a text, stages that were put in or left out, edited code, placements. A change in the middle
+    of an iteration is named too: it is made before the next one, but for `once`, which is not.
 
         lab = wb.open(...)  # as that run was opened
         wb.replay("lab/20261126-101500-000001", wb.PPO(lab, prompts=8))
@@ -59,9 +59,10 @@ def replay(
             f"it is another run, which has iterations of such an algorithm; there: {known}",
             "make the algorithm with which it ran",
         )
-    if lab.iteration or len(lab.buffer):
+    assigned = [one["change"] for one in here.changes() if one["change"].startswith("lab.")]
+    if lab.iteration or len(lab.buffer) or assigned:
         raise BadInput(
-            f"replay in iteration {lab.iteration}",
+            f"replay in iteration {lab.iteration}" + (f", after {assigned[0]}" if assigned else ""),
             "a run is made again from its beginning",
             "open a workbench with the settings of that run, and replay before anything else",
         )
@@ -90,8 +91,10 @@ def replay(
         algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
     if left_out:
         print(f"not repeated as it was: {', '.join(left_out)}")
+    found = diff(there.folder, lab)
     frame = _compared(here, there)
-    differs = diff(there.folder, lab).settings
+    frame["same_draws"] &= "prompts/token ids" not in found.data.index
+    differs = pd.concat([found.settings, found.data])
     frame.attrs |= {"differs": differs[~differs.index.str.endswith(OF_RUN)], "left_out": left_out}
     return frame
 

@@ -196,11 +196,12 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
 
 def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
     """The text of an answer, and its messages where they are more than that."""
-    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+    roles = [message["role"] for message in messages]
+    if not roles or {roles[0], roles[-1]} != {"assistant"}:
         raise BadInput(
-            f"{where}: its messages do not end with an answer",
-            "the last message is the assistant's, and so is the first of a response",
-            "drop the row",
+            f"{where}: its messages do not end with an answer" + (f", but role {roles[-1]!r}" if roles else ""),
+            "the last message is of the role 'assistant', and so is the first of a response",
+            "correct the role, or drop the row",
         )
     text = "\n\n".join(message["content"] for message in messages if message["role"] == "assistant")
     more = len(messages) > 1 or any(messages[0].get(name) for name in ("tool_calls", *REASONING))

@@ -73,7 +73,7 @@ def _message(value: Any) -> Message | None:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return isinstance(function, Mapping) and isinstance(name := function.get("name"), str) and bool(name)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

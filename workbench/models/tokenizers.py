@@ -191,11 +191,15 @@ class AnswerFormat:
             return text.removeprefix(self._prefill)
         behind = said.removeprefix(self._opened).lstrip() if self._opened else said
         written = self._written({**message, "reasoning_content": reasoning} if reasoning else message)
-        all_of_it = written is not None and all(one in written for one in (behind, *apart))
-        if written is not None and all_of_it and written.startswith(self._prefill):
+        lacks = [one for one in (behind, *apart) if one not in (written or "")]
+        if written is not None and not lacks and written.startswith(self._prefill):
             return written.removeprefix(self._prefill)
         if any(apart) or not said.startswith(self._opened):
-            what = "it leaves out part" if any(apart) else "the turn begins inside of <think>, and the answer has none"
+            what = "the turn begins inside of <think>, and the answer has none"
+            if any(apart):
+                what = (
+                    f"it leaves out {unmarked(shown(lacks[0], 60))}" if lacks else "its head is another than a prompt's"
+                )
             raise BadInput(
                 f"the answer {unmarked(shown(dict(message), 120))}",
                 f"the chat template of {self._tokenizer.name_or_path!r}: {what}",

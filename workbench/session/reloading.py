@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -101,7 +101,7 @@ class Reloader:
         self._shipped: dict[tuple[str, str], str] = {}  # by role and field of its model, the code that hosts were given
         self._watched: dict[str, Stamp] | None = None  # autoreload: the files that only hosts have loaded
         self._told: dict[str, Stamp] | None = None  # the files of this kernel when their edits were last told of
-        self._told_of_cells: dict[tuple[str, str], Any] = {}  # by role and field, what a cell had defined anew then
+        self._told_of_cells: dict[str, Any] = {}  # what a cell had defined anew, by what was said of it
         runner.groups.when_changed.append(self._roles_changed)
 
     def _roles_changed(self) -> None:
@@ -157,11 +157,13 @@ class Reloader:
         self._runner.ownership.check_open()
         self._watched = self._files_of_hosts() if on else None
 
-    def take_edits(self) -> None:
-        """What `autoreload` does before a stage; nothing inside a loop, or inside `overlap`."""
+    def take_edits(self, algorithm: Any = None) -> None:
+        """What `autoreload` does before a stage, or a step or loop of an algorithm; nothing inside a loop, or inside
+        `overlap`."""
         runner = self._runner
         if runner.scheduler.overlaps or runner.snapshots.open or runner.batches.looping:
             return  # what belongs together runs the same code
+        self._tell_of_cells(algorithm)
         if self._watched is None:
             self._tell_of_edits()
             return
@@ -177,15 +179,27 @@ class Reloader:
         if report:
             print(f"reloaded {_few(report.changed)} in {len(report.processes)} process(es)")
 
-    def _tell_of_edits(self) -> None:
-        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it, or
-        a role with a function or class that a cell has defined anew."""
-        for role, field, part in self._notebook_code():
+    def _tell_of_cells(self, algorithm: Any) -> None:
+        """Say, once for each, which functions and classes a cell has defined anew that a role, or a field of the
+        algorithm, has as they were."""
+        held = []
+        if self._watched is None:
+            told = "the {} role goes on with the code of before; " + TAKE
+            held += [(told.format(role), part) for role, _, part in self._notebook_code()]
+        for field in fields(algorithm) if algorithm is not None else ():
+            if is_of_notebook(part := getattr(algorithm, field.name, None)):
+                title = type(algorithm).__name__
+                assign = f"assign it: {title.lower()}.{field.name} = {getattr(part, '__qualname__', '...')}"
+                held.append((f"{title}.{field.name} is the one of before; {assign}", part))
+        for what, part in held:
             now = _now(part)
-            if now is not part and now is not self._told_of_cells.get((role, field)):
-                self._told_of_cells[role, field] = now
-                if code_behind(now) != self._shipped.get((role, field)):
-                    print(f"{name_of(now)}: defined again, and the {role} role goes on with the code of before; {TAKE}")
+            if now is not part and now is not self._told_of_cells.get(what):
+                self._told_of_cells[what] = now
+                if code_behind(now) != code_behind(part):
+                    print(f"{name_of(now)}: defined again, and {what}")
+
+    def _tell_of_edits(self) -> None:
+        """Say, once for each edit of a file that this kernel has loaded, whether hosts go on with code of before it."""
         loaded.note()
         files = _stamps({source.path for source in loaded.texts.values()})
         if self._hosts.inline or files == self._told:
