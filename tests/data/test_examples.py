@@ -88,8 +88,13 @@ def test_forms_of_demonstrations(row: dict[str, Any], prompt: Any, answer: str) 
         ("pairs", {"chosen": [USER, said("a")], "rejected": [said("b")]}, "line 3: .*differ in more than the last"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1.0}, "1 of 2 rows have no margin"),
         ("demonstrations", {"text": "a"}, r"line 3 has 'text'.*\{'prompt': \.\.\., 'response': \.\.\.\}"),
-        ("demonstrations", {"messages": [said("a"), USER]}, "line 3: its messages do not end with an answer"),
-        ("demonstrations", {"prompt": "a", "response": [USER, said("a")]}, "line 3: its messages do not end with"),
+        ("demonstrations", {"messages": [said("a"), USER]}, "line 3: .*do not begin and end with.*'user'"),
+        (
+            "demonstrations",
+            {"prompt": "a", "response": [USER, said("a")]},
+            "line 3: .*do not begin and end with.*'user'",
+        ),
+        ("demonstrations", {"messages": [USER, USER | {"role": "bot"}]}, "line 3: .*have role 'bot' there"),
         ("demonstrations", {"messages": "a"}, "line 3: 'messages' is 'a'"),
         (
             "demonstrations",
@@ -233,6 +238,7 @@ def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
         ("", "4", ChatFormat(arguments={"quiet": True}), "4"),
         ("", "It is 4", ChatFormat(prefill="It is "), "4"),
         ("<think>\n", "4", ChatFormat(prefill="\n</think>\n\n"), "4"),
+        ("<think>\n", thought, ChatFormat(prefill="b\n"), "</think>\n\n4"),
         ("", thought, None, thought),
         ("<think>\n", "4", None, "\n</think>\n\n4"),
         ("<think>\n", thought, None, "b\n</think>\n\n4"),
@@ -248,11 +254,12 @@ def test_an_answer_goes_on_where_the_head_of_its_turn_ends() -> None:
         assert text(row.prompt_ids + row.answer_ids[0]) == whole or "It is" in answer
     takes_out = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|eos|>{% endfor %}"
     tokenizer.chat_template = takes_out + "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-    source: list[dict[str, Any]] = [{"prompt": "a", "response": thought}]
-    (row,) = Examples(source, "demonstrations", tokenizer=tokenizer).training
-    assert text(row.answer_ids[0]) == "b\n</think>\n\n4<|eos|>"
+    behind = thought.removeprefix("<think>\n")  # what a rollout says
+    source: list[dict[str, Any]] = [{"prompt": "a", "response": thought}, {"prompt": "a", "response": behind}]
+    for row in Examples(source, "demonstrations", tokenizer=tokenizer).training:
+        assert text(row.answer_ids[0]) == f"{behind}<|eos|>"
     with expect_error(
-        BadInput, value="^row 1 of a list: the answer .*'4'", rule="inside of <think>, and the answer has none"
+        BadInput, value="^row 2 of a list: the answer .*'4'", rule="inside of <think>, and the answer has none"
     ):
         Examples([*source, {"prompt": "a", "response": "4"}], "demonstrations", tokenizer=tokenizer)
 

@@ -211,6 +211,26 @@ def test_a_cell_run_again_is_picked_up(tmp_path: Path, cell: Any, capsys: pytest
         assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == [3.0] * 4
 
 
+def test_a_function_that_is_decorated_and_what_it_reads(
+    tmp_path: Path, cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell(
+        "import functools\ndef cell_timed(function):\n    @functools.wraps(function)\n    def call(*given, **named):\n"
+        "        return function(*given, **named)\n    return call"
+    )
+    score = cell("@cell_timed\ndef cell_score(prompt, response, **row):\n    return 1.0")
+    with tiny_lab("decorated", tmp_path, backend="inline", models={"critic": TINY, "reward": score}) as lab:
+        cell("@cell_timed\ndef cell_score(prompt, response, **row):\n    return 2.0")
+        assert lab.reload().changed == ("reward",)
+        batch = lab.put({**stored(), "prompt": ["2 + 2 ="] * 4})
+        assert lab.reward.compute_reward(batch).fetch(["rewards"])["rewards"].tolist() == [2.0] * 4
+        lab.reload(reward=cell("CELL_SCALE = 1.0\ndef cell_score(prompt, response, **row):\n    return CELL_SCALE"))
+        cell("CELL_SCALE = 3.0\ndef cell_score(prompt, response, **row):\n    return CELL_SCALE")
+        capsys.readouterr()
+        lab.reward.compute_reward(batch)
+        assert "cell_score: defined again, and the reward role" in capsys.readouterr().out
+
+
 def test_a_function_of_an_algorithm_is_assigned_anew(
     tmp_path: Path, cell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def test_lists_of_numbers_are_what_stages_read(lab: wb.Workbench, batch: wb.Batc
     """A table through pandas and back: the same numbers, of the same dtypes, and the same advantages."""
     names = ["prompt_ids", "prompt_uid", "response_ids", "response_mask", "rewards", "valid"]
     table, given = batch.fetch(names), lab.put({name: batch.df([name])[name].tolist() for name in names})
-    rows = lab.put({"prompt_ids": ragged_in(table, "prompt_ids").rows(), "rewards/right": [1.0] * 4})
+    rows = lab.put({"prompt_ids": ragged_in(table, "prompt_ids").rows(), "rewards/right": [torch.tensor(1.0)] * 4})
     assert [str(column.dtype) for column in rows.columns.values()] == ["int64", "float32"]
     for name, column in given.fetch(names).items():
         pairs = [(column, table[name])]

@@ -399,7 +399,7 @@ class TestUpdates:
         assert "gradient of each step" not in capsys.readouterr().err
         masked = lab.actor.update_actor(batch, correction=wb.Correction(bound="mask", high=1.2))
         assert masked["grad_norm"] == 0
-        assert "no token has both an advantage and a weight by Correction(" in capsys.readouterr().err
+        assert "no token with an advantage has a weight by Correction(" in capsys.readouterr().err
         assert masked["correction/effective_sample_size"] == pytest.approx(1.0)
         assert masked["correction/bounded_effective_sample_size"] == 0
 

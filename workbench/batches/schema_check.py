@@ -75,9 +75,7 @@ def check_column(name: str, column: ColumnValues, rows: Rows, limits: Limits, wh
         raise BadInput(
             f"{where}column {name!r} is {dtype}",
             f"it holds {schema.holds}, of {wanted}",
-            "make it int64; a list of whole numbers for each row will do"
-            if _whole(schema)
-            else "make it a tensor of float32",
+            "make it int64; lists of whole numbers will do" if _whole(schema) else "make it a tensor of float32",
         )
     most = schema.most
     if schema.holds == "token ids" and limits.vocabulary is not None:

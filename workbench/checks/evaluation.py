@@ -146,7 +146,7 @@ def evaluate(
     of prompts of which the answer that most of k samples give has passed. select: "role", the reward role's own
     model, or a function as `reward`: `best_of@k`, the reward of the response that it scores highest among k,
     without those for which it failed: `selection_failed_fraction`. most_failed: the share of the responses whose
-    rewards may fail; 1.0: all.
+    rewards, or scores of `select`, may fail; 1.0: all may.
     Columns: `reward_mean`, its standard error over prompts, `pass@k` (Chen et al. 2021, arXiv:2107.03374) where a
     reward of at least `threshold` has passed, `response_tokens_mean` (of the policy), median and 95th
     percentile, `truncated_fraction`, `failed_fraction`; `reward/NAME_mean` of each component, such as a

@@ -45,7 +45,8 @@ def replay(
     made as the run's own was; what was changed later, its fields, arguments of its stages or `lab.actor.training`, is
     taken from the log, between two iterations. iterations: only so many.
     Stages that were called by hand are not repeated. Raises `BadInput` where the workbench is not at its beginning, or
-    the log has not its first iteration, or iterations of other algorithms, and `NotFound` for no run.
+    its training settings were assigned, or the log has not its first iteration, or iterations of other algorithms, and
+    `NotFound` for no run.
     """
     if not hasattr(algorithm, "lab"):
         raise BadInput(f"algorithm={shown(algorithm)}", "must be an algorithm", "wb.replay(run, wb.PPO(lab, ...))")
@@ -59,7 +60,7 @@ def replay(
             f"it is another run, which has iterations of such an algorithm; there: {known}",
             "make the algorithm with which it ran",
         )
-    assigned = [one["change"] for one in here.changes() if one["change"].startswith("lab.")]
+    assigned = [one["change"] for one in here.changes() if ".training." in one.get("setting", "")]
     if lab.iteration or len(lab.buffer) or assigned:
         raise BadInput(
             f"replay in iteration {lab.iteration}" + (f", after {assigned[0]}" if assigned else ""),
@@ -129,7 +130,7 @@ def _changes(there: RunFolder, algorithm: Algorithm, last: int) -> tuple[dict[in
         later = {stage for time, stage in rows if time > at} - {stage for time, stage in rows if time <= at}
         if later and counted and now <= last:
             inside.append(f"{change['change']} in the middle of iteration {now}")
-        if once and (later or not (behind and behind[0][1])):
+        if once and ((change["setting"].split(".")[1] in later and now) or not (behind and behind[0][1])):
             continue  # its run was in that iteration, or was taken back
         if not change["field"]:
             number = next((number for number, counts in behind if counts), last + 1)

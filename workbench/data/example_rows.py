@@ -14,7 +14,6 @@ from workbench.data.readers import Row
 from workbench.data.user_functions import is_flag
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.models.tokenizers import REASONING
 
 PROMPTS = ("prompt", "question")
 RESPONSES = ("response", "completion", "answer")
@@ -60,7 +59,7 @@ def demonstration(row: Row, where: str, *, rated: bool = False) -> Example:
     if "messages" in row:
         messages = _messages(row["messages"], where, "messages")
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-        first = answers[-1 if rated else 0] if answers else len(messages)
+        first = answers[-1 if rated else 0] if answers else len(messages) - 1
         text, turns = _said(messages[first:], where)
         return Example(prompt=messages[:first], answers=(text,), turns=(turns,))
     raise BadInput(
@@ -197,14 +196,15 @@ def _answer(value: Any, where: str, column: str, *, several: bool = False) -> tu
 def _said(messages: list[Message], where: str) -> tuple[str, Sequence[Message]]:
     """The text of an answer, and its messages where they are more than that."""
     roles = [message["role"] for message in messages]
-    if not roles or {roles[0], roles[-1]} != {"assistant"}:
+    if {roles[0], roles[-1]} != {"assistant"}:
+        wrong = next(role for role in (roles[-1], roles[0]) if role != "assistant")
         raise BadInput(
-            f"{where}: its messages do not end with an answer" + (f", but role {roles[-1]!r}" if roles else ""),
+            f"{where}: its messages do not begin and end with an answer, but have role {wrong!r} there",
             "the last message is of the role 'assistant', and so is the first of a response",
             "correct the role, or drop the row",
         )
     text = "\n\n".join(message["content"] for message in messages if message["role"] == "assistant")
-    more = len(messages) > 1 or any(messages[0].get(name) for name in ("tool_calls", *REASONING))
+    more = len(messages) > 1 or any(value for key, value in messages[0].items() if key not in ("role", "content"))
     return text, messages if more else ()
 
 

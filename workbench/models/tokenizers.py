@@ -170,7 +170,8 @@ class AnswerFormat:
         self._tokenizer, self._arguments, self._prefill = tokenizer, arguments, prefill
         self._head, self._tail = rendered(tokenizer, [QUESTION], arguments=arguments), behind_turn(tokenizer)
         self._adds_nothing = self._written({"role": "assistant", "content": TURN}) == TURN
-        inside = (self._head + prefill).rstrip().endswith(THINK) and not self._adds_nothing
+        begun = (THINK if self._head.rstrip().endswith(THINK) else "") + prefill
+        inside = THINK in begun.rpartition("</think>")[2] and not self._adds_nothing
         self._opened = THINK if inside else ""
 
     def _written(self, message: Mapping[str, Any]) -> str | None:
@@ -194,12 +195,13 @@ class AnswerFormat:
         lacks = [one for one in (behind, *apart) if one not in (written or "")]
         if written is not None and not lacks and written.startswith(self._prefill):
             return written.removeprefix(self._prefill)
-        if any(apart) or not said.startswith(self._opened):
+        goes_on = said.startswith(self._opened) or "</think>" in said
+        if any(apart) or not goes_on:
             what = "the turn begins inside of <think>, and the answer has none"
-            if any(apart):
-                what = (
-                    f"it leaves out {unmarked(shown(lacks[0], 60))}" if lacks else "its head is another than a prompt's"
-                )
+            if written is None and goes_on:
+                what = "it begins the turn otherwise than a prompt ends"
+            elif goes_on:
+                what = f"it leaves out {unmarked(shown((lacks or [self._prefill])[0], 60))}"
             raise BadInput(
                 f"the answer {unmarked(shown(dict(message), 120))}",
                 f"the chat template of {self._tokenizer.name_or_path!r}: {what}",
@@ -208,7 +210,8 @@ class AnswerFormat:
         if self._adds_nothing and said:  # something inside is taken out: the white space around it is the template's
             around = self._written({**message, "content": text.replace(said, TURN, 1)}) or TURN
             behind = around.replace(TURN, said)
-        return behind.removeprefix(self._prefill)
+        begins = bool(self._prefill) and said.startswith(self._prefill)
+        return (said if begins else behind).removeprefix(self._prefill)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -158,9 +158,9 @@ class History:
     @checked_call("lab.history.changes")
     def changes(self) -> pd.DataFrame:
         """Settings that were assigned while the workbench lived, and stages of algorithms that were put in, replaced or
-        left out, one a row, in order: `time` (of this machine's
-        clock), `iteration` (the one under way, or the last one), `cell` (`In [cell]`, or "panel"; None outside a
-        notebook), `setting`, and its value `before` and `after`: of a clip that is None, the one of its loss."""
+        left out, one a row, in order: `time` (of this machine's clock), `iteration` (the one under way, or the last
+        one), `cell` (`In [cell]`, or "panel"; None outside a notebook), `setting`, and its value `before` and `after`:
+        of a clip that is None, the one of its loss."""
         events = self._telemetry.events()
         found = events[events["event"] == EVENT]
         names = ["iteration", "cell", "setting", "before", "after"]

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -182,20 +183,21 @@ class Reloader:
     def _tell_of_cells(self, algorithm: Any) -> None:
         """Say, once for each, which functions and classes a cell has defined anew that a role, or a field of the
         algorithm, has as they were."""
-        held = []
+        held = list[tuple[str, Any, Callable[[], str | None]]]()
         if self._watched is None:
             told = "the {} role goes on with the code of before; " + TAKE
-            held += [(told.format(role), part) for role, _, part in self._notebook_code()]
+            shipped = self._shipped.get  # helpers and numbers may have changed with it
+            held += [(told.format(role), p, partial(shipped, (role, f))) for role, f, p in self._notebook_code()]
         for field in fields(algorithm) if algorithm is not None else ():
             if is_of_notebook(part := getattr(algorithm, field.name, None)):
                 title = type(algorithm).__name__
                 assign = f"assign it: {title.lower()}.{field.name} = {getattr(part, '__qualname__', '...')}"
-                held.append((f"{title}.{field.name} is the one of before; {assign}", part))
-        for what, part in held:
-            now = _now(part)
-            if now is not part and now is not self._told_of_cells.get(what):
-                self._told_of_cells[what] = now
-                if code_behind(now) != code_behind(part):
+                held.append((f"{title}.{field.name} is the one of before; {assign}", part, partial(code_behind, part)))
+        for what, part, before in held:
+            now, key = _now(part), f"{name_of(part)}: {what}"
+            if now is not part and now is not self._told_of_cells.get(key):
+                self._told_of_cells[key] = now
+                if code_behind(now) != before():
                     print(f"{name_of(now)}: defined again, and {what}")
 
     def _tell_of_edits(self) -> None:
@@ -359,7 +361,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _now(part: Any) -> Any:
-    """What the notebook has under the name of a function or class of a cell; itself where it wraps that."""
+    """What the notebook has under the name of a function or class of a cell; itself where one of both wraps the other,
+    as `functools.wraps` gives the name on."""
     now = vars(sys.modules["__main__"]).get(getattr(part, "__qualname__", ""), part)
-    same = isinstance(now, type) == isinstance(part, type) and callable(now) and not hasattr(part, "__wrapped__")
-    return now if same else part
+    alike = isinstance(now, type) == isinstance(part, type)
+    alike = alike and hasattr(now, "__wrapped__") == hasattr(part, "__wrapped__")
+    return now if callable(now) and alike else part

@@ -204,12 +204,13 @@ def _as_table(table: Any) -> Table:
 
 def _as_numbers(name: str, column: Any) -> Any:
     """A column that stages know, given as lists, with the dtype of the numbers; what it is where they are none."""
-    schema = SCHEMA.get(name.partition("/")[0])  # of a component of rewards, too
+    schema = SCHEMA.get("rewards" if name.startswith("rewards/") else name)
     if not isinstance(column, list) or schema is None or schema.holds == "text":
         return column
     with suppress(TypeError, ValueError, RuntimeError):
-        if schema.row == "one" or not isinstance(next(iter(column), 0), Sequence | np.ndarray | torch.Tensor):
+        if schema.row == "one" or not np.ndim(next(iter(column), 0)):
             return torch.tensor(column)
-        values = torch.tensor([number for row in column for number in row])
-        return Ragged(values if len(values) else values.long(), torch.tensor([len(row) for row in column]))
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in column]
+        values = torch.tensor([number for row in rows for number in row])
+        return Ragged(values if len(values) else values.long(), torch.tensor([len(row) for row in rows]))
     return column

@@ -40,7 +40,7 @@ def after(name: str, part: UpdatePart) -> StageInterrupted:
     return StageInterrupted(
         f"{name} was interrupted after optimizer step {part.steps} of {part.of}",
         "the weights are as after that step",
-        f"the same call again, on the same batch, goes on with step {part.steps + 1}",
+        f"the same call again goes on with step {part.steps + 1}, on the same batch",
     )
 
 

@@ -390,7 +390,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         norm, notes = output.metrics.get("grad_norm"), output.notes
         if weights is not None and len(invalid | {*skip}) < len(batch) and isinstance(norm, Mean) and norm.value == 0:
-            what = f"the gradient of each step was 0: no token has both an advantage and a weight by {correction}"
+            what = f"the gradient of each step was 0, as where no token with an advantage has a weight by {correction}"
             notes = (*notes, f"{what}. Momentum and weight decay alone move weights")
         return replace(
             output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})}, notes=notes
