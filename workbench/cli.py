@@ -61,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     reshard.add_argument("--train", metavar="P-T-D", required=True, help="pipeline, tensor and data parallel sizes")
     reshard.add_argument("--generate", metavar="PG-TG", required=True, help="pipeline and tensor parallel sizes")
     reshard.add_argument("--strategy", default="hybridflow", help="hybridflow (default), v or full")
-    reshard.add_argument("--model", metavar="NAME_OR_CONFIG", required=True, help="a model, its folder or config file")
+    reshard.add_argument(
+        "--model", metavar="NAME_OR_CONFIG", required=True, help="a size, model, folder or config file"
+    )
     reshard.add_argument("--dtype", help="of the weights; default: the config's, else float32")
     mapping = add("map", _map, "which placement is best on a cluster: a search over all of them, nothing is started")
     mapping.add_argument("--algorithm", default="ppo", help="ppo (default), grpo, remax or safe-rlhf")

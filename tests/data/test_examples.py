@@ -164,6 +164,23 @@ def test_each_turn_of_the_assistant_is_learned_with_its_reasoning_and_calls() ->
         examples([{"messages": [USER, call]}], "demonstrations")
 
 
+def test_what_the_template_leaves_out_is_told_and_roles_that_it_does_not_know_are_refused() -> None:
+    """A role goes into most templates as it stands, so that a data set's own name for a user would be learned from."""
+    call = {"type": "function", "function": {"name": "add", "arguments": "{"}}
+    row = {
+        "messages": [{**USER, "function_call": "add"}, said("b")],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    assert "the chat template leaves out 'function_call', 'tools'" in repr(examples([row], "demonstrations"))
+    kinds: list[tuple[str, Kind]] = [("human", "demonstrations"), ("robot", "feedback")]
+    for role, kind in kinds:
+        strange = {"messages": [{**USER, "role": role}, USER, said("b")], "label": True}
+        with expect_error(BadInput, value=f"^row 1 of a list: role '{role}'", remedy="'human' is 'user'"):
+            examples([{**row, "label": True}, strange], kind)
+    with expect_error(BadInput, value="^row 0 of a list", rule="arguments by name or as their JSON"):
+        examples([{"messages": [USER, {**said(""), "tool_calls": [call]}]}], "demonstrations")
+
+
 def test_an_answer_ends_as_a_turn_of_the_template_does() -> None:
     """Where that is another token than the tokenizer's EOS; a plain text ends with the latter."""
     tokenizer = load_tokenizer(TINY)

@@ -19,7 +19,7 @@ import pandas as pd
 from workbench.batches import files
 from workbench.batches.columns import Ragged, Table
 from workbench.batches.location import Column, Location, Maker, RowProvider, ShardCounts
-from workbench.batches.schema import MADE_BY, SCHEMA, TOKEN_COLUMNS
+from workbench.batches.schema import MADE_BY, PUT, SCHEMA, TOKEN_COLUMNS
 from workbench.batches.turns import TURN_COLUMNS, chosen_mean, frame_of_turns, marked
 from workbench.batches.vocabulary import Vocabulary
 from workbench.display.html import bytes_text, table
@@ -237,7 +237,7 @@ class BatchHandle(NamedAttributes):
             raise UnknownColumn(
                 f"{reader} reads column {missing[0]!r}, which {self.name} (version {self.version}) does not have",
                 f"it has {', '.join(self.names)}",
-                f"run {maker} first" if maker else meant(missing[0], self.names, repr),
+                f"run {maker} first" if maker else PUT.get(missing[0]) or meant(missing[0], self.names, repr),
             )
 
     def _row_numbers(self, rows: RowNumbers) -> np.ndarray:

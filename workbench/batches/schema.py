@@ -150,6 +150,11 @@ MADE_BY = {
     "teacher_log_prob": "teacher.compute_teacher_log_prob",
     "teacher_tail_log_prob": "teacher.compute_teacher_log_prob",
 }  # fmt: skip
+# what to do about a column that only whoever makes a batch knows
+PUT = {
+    "prompt_uid": "take rows of lab.prompts.next(n), or put it: the number of each row's prompt, such as [0, 0, 1]",
+    "prompt_ids": "take rows of lab.prompts.next(n), or put it: the token ids of each row's prompt",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

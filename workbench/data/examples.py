@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,15 @@ from workbench.data.prompt_stream import Feed
 from workbench.data.prompts import EpochRows
 from workbench.data.readers import BadRows, Overlong, Row, Rows, counts
 from workbench.data.sources import Source, read_rows
+from workbench.data.user_functions import short
+from workbench.display.html import table
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools
+from workbench.models.chat_template import unread
 from workbench.models.control_tokens import as_text, encoded
-from workbench.models.tokenizers import AnswerFormat, render_reply, turn_end
+from workbench.models.tokenizers import REASONING, AnswerFormat, render_reply, turn_end
 from workbench.support.checked_calls import checked_call, checks_calls
 from workbench.support.validation import NonNegativeInt, Rule, Whole, whole
 
@@ -59,6 +63,12 @@ class Tokenized:
     learned: list[bool]
 
     @property
+    def prompt(self) -> str:
+        """Its text, of messages that of the last."""
+        given = self.example.prompt
+        return given if isinstance(given, str) else str(given[-1]["content"])
+
+    @property
     def tokens(self) -> int:
         """Of the prompt with its longest answer."""
         return len(self.prompt_ids) + max(map(len, self.answer_ids))
@@ -80,7 +90,8 @@ class Examples(EpochRows[Tokenized]):
     bad_rows: "error": a row of another kind raises `BadInput`; "skip": it is left out, and `skipped` lists its
         place and the reason.
 
-    Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows.
+    Pairs with equal answers say nothing, and are dropped. `dropped`, `cut`, `equal` count rows. `unread`: what rows
+    have that the chat template leaves out.
     Raises `BadInput` for a row that is none of its kind, with its place in the source.
     """
 
@@ -105,6 +116,7 @@ class Examples(EpochRows[Tokenized]):
         self.kind, self.max_tokens, self.overlong = kind, max_tokens, overlong
         self.control_tokens = chat is False if control_tokens is None else control_tokens
         self.dropped = self.cut = self.equal = self.with_control_tokens = 0
+        self.unread = set[str]()
         self._tokenizer, self._chat = tokenizer, bool(tokenizer.chat_template) if chat is None else chat
         self._turn_end = turn_end(tokenizer)
         rows = read_rows(source, bad_rows=bad_rows)
@@ -128,9 +140,8 @@ class Examples(EpochRows[Tokenized]):
         demonstrations also `response_mask`, 1 where a token is the assistant's; for feedback `desirable`, and
         `mismatched_ids`: the answer of the row before (of the last one for the first), cut where it is too long for
         this row's prompt, which KTO's reference point is estimated from; `margin` where the rows have one."""
-        prompts = [row.example.prompt for row in rows]
         table: Table = {
-            "prompt": [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts],
+            "prompt": [row.prompt for row in rows],
             "prompt_ids": Ragged.of([row.prompt_ids for row in rows], torch.int64),
         }
         for i, name in enumerate(ANSWERS[self.kind]):
@@ -159,6 +170,7 @@ class Examples(EpochRows[Tokenized]):
         told += [f"{len(self.held_out)} held out"] if self.held_out else []
         told += counts(f"over {self.max_tokens} tokens", self.cut, self.dropped, self.skipped, self.with_control_tokens)
         told += [f"{self.equal} with equal answers dropped"] if self.equal else []
+        told += [f"the chat template leaves out {', '.join(map(repr, sorted(self.unread)))}"] if self.unread else []
         return ", ".join(told)
 
     def __repr__(self) -> str:
@@ -217,6 +229,8 @@ class Examples(EpochRows[Tokenized]):
         if chat:
             given = example.turns or ((),) * len(answers)
             said = [more or [{"role": "assistant", "content": one}] for one, more in zip(answers, given, strict=True)]
+            self.unread |= unread(tokenizer, () if isinstance(prompt, str) else prompt, tools)
+            self.unread |= unread(tokenizer, itertools.chain(*said), ()).difference(REASONING)
         if not self.control_tokens:
             before, (prompt, said, tools) = (prompt, said, tools), as_text(tokenizer, (prompt, said, tools))
             self.with_control_tokens += before != (prompt, said, tools)
@@ -359,6 +373,16 @@ class ExampleStream:
 
     def __repr__(self) -> str:
         return repr(self.examples)
+
+    def _repr_html_(self) -> str:
+        """The summary and the next three rows, which stay where they are."""
+        following = [self.examples.at(self.examples.position + i) for i in range(min(3, len(self)))]
+        rows = [
+            {name: short(text, 200) for name, text in zip(
+                ("prompt", *ANSWERS[self.examples.kind]), (row.prompt, *row.example.answers), strict=True)}
+            for row in following
+        ]  # fmt: skip
+        return table(rows, caption=repr(self)[1:-1])
 
 
 Demonstrations = Annotated[ExampleStream, Rule("must be demonstrations", "make them with lab.demonstrations(source)")]

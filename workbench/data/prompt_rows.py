@@ -21,6 +21,7 @@ from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.models import render_prompt
 from workbench.models.chat_format import ChatFormat, with_row_tools, written_tokens
+from workbench.models.chat_template import unread
 from workbench.models.control_tokens import as_text
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import NonNegativeInt, PositiveInt
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 FORM = (
     "messages are a list such as [{'role': 'user', 'content': 'Hi'}] whose content is text; a message of the assistant "
-    "may have 'tool_calls' in its place, each with the name of its function"
+    "may have 'tool_calls' in its place, each with the name of its function, and arguments by name or as their JSON"
 )
 
 
@@ -62,27 +63,27 @@ def _message(value: Any) -> Message | None:
     calls = message.get("tool_calls")
     if calls is not None:
         calls = _filled(calls)
-        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        message["tool_calls"] = found = [_call(call) for call in calls] if isinstance(calls, list) else [None]
+        if None in found:
             return None
-        message["tool_calls"] = [_call(call) for call in calls]
         content = "" if calls and content is None else content
     if not isinstance(content, str):
         return None
     return {**message, "content": content}
 
 
-def _is_call(call: Any) -> bool:
+def _call(call: Any) -> dict[str, Any] | None:
+    """A call with its arguments by name; None where it is none."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(name := function.get("name"), str) and bool(name)
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or not (isinstance(name := function.get("name"), str) and name):
+        return None
+    if isinstance(arguments := function.get("arguments"), str):
         with suppress(ValueError):
-            if isinstance(arguments := json.loads(function["arguments"]), dict):
-                return {**call, "function": {**function, "arguments": arguments}}
-    return dict(call)
+            arguments = json.loads(arguments or "{}")
+        if not isinstance(arguments, dict):
+            return None
+        function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else dict(function)
 
 
 def row_tools(row: Mapping[str, Any]) -> list[Any]:
@@ -134,7 +135,7 @@ class PromptReader(ABC):
     """Makes prompts of rows; its options are those of `Prompts`.
 
     dropped, cut: how many rows were too long. with_control_tokens: how many have control tokens that are read as text.
-    skipped: those that are no prompts. read_as: see `Rows`. used: what rows have beside texts, "tools" or "tool_calls";
+    skipped: those that are no prompts. read_as: see `Rows`. unread: what rows have that the chat template leaves out;
     other_tools: how many have a column `tools` with something else than JSON schemas.
     """
 
@@ -149,7 +150,7 @@ class PromptReader(ABC):
             chat.check(tokenizer)
         self.max_prompt_tokens, self.overlong = max_prompt_tokens, overlong
         self.dropped = self.cut = self.with_control_tokens = self.other_tools = 0
-        self.used = set[str]()
+        self.unread = set[str]()
         self._name = _name(source)
         self.skipped, self.read_as = Skipped(bad_rows), ""
         self._tokenizer, self._chat = tokenizer, chat
@@ -166,6 +167,8 @@ class PromptReader(ABC):
         try:
             return self._fit(index, row, column, place)
         except BadInput as error:
+            if place not in error.value:  # of a template
+                error.value = f"{place}: {error.value}"
             self.skipped.add(error)
             return None
 
@@ -221,8 +224,7 @@ class PromptReader(ABC):
             )
         tools = row_tools(extra)
         self.other_tools += not tools and bool(extra.get("tools"))
-        calls = any(message.get("tool_calls") for message in _messages(conversation) or ())
-        self.used |= {name for name, there in (("tools", tools), ("tool_calls", calls)) if there}
+        self.unread |= unread(self._tokenizer, _messages(conversation) or (), tools)
         ids = self.render(conversation, tools=tools)
         self.with_control_tokens += not self.control_tokens and as_text(self._tokenizer, conversation) != conversation
         if len(ids) <= self.max_prompt_tokens:

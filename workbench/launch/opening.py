@@ -125,8 +125,8 @@ def _about_prompts(lab: Workbench) -> list[str]:
         )
     first = source.at(source.position) if isinstance(source, Prompts) else None
     ids, text = ([], "") if first is None else (first.prompt_ids, first.prompt)
-    used = sorted(source.used) if source is not None else []
-    return read + template_doubts(lab.runner.batches.tokenizer, ids, text, used)
+    unread = source.unread if source is not None else ()
+    return read + template_doubts(lab.runner.batches.tokenizer, ids, text, unread)
 
 
 ROOM_BYTES = 64 * 2**10  # of the first lines of telemetry

@@ -228,7 +228,8 @@ class Plan:
         if self.iteration_s <= other.iteration_s:
             most = min(gap, key=lambda stage: gap[stage])
             slower = other.iteration_s / self.iteration_s - 1
-            return f"{text}; the next plan, {describe(other)}, is {slower:.1%} slower, most of it in {most}."
+            much = f"{slower:.1%} slower, most of it in {most}" if slower >= 0.0005 else "as fast"
+            return f"{text}; the next plan, {describe(other)}, is {much}."
         most = max(gap, key=lambda stage: gap[stage])
         slower = self.iteration_s / other.iteration_s - 1
         return f"{text}; {slower:.1%} slower than the best, most of it in {most}."

@@ -18,7 +18,8 @@ from workbench.mapping.hardware import Hardware
 from workbench.mapping.hardware import hardware as hardware_of
 from workbench.mapping.plan import Plan, Plans, describe
 from workbench.mapping.search import search
-from workbench.mapping.workload import SIZES, Workload
+from workbench.mapping.workload import Workload
+from workbench.models.dense_config import SIZES
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt, one_of
 

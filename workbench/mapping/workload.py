@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from workbench.errors import BadInput, ModelUnavailable
+from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
-from workbench.models.dense_config import DenseConfig, read_plan_config
+from workbench.models.dense_config import SIZES, DenseConfig, read_plan_config
 from workbench.placement.role_model import RoleModel, head_of
 from workbench.settings.roles import ROLLOUT, TRAINED_ROLES, check_role
 from workbench.settings.training import Training
@@ -224,29 +224,10 @@ class Workload:
                    take_turns=lab.description.takes_turns)  # fmt: skip
 
 
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Touvron et al. 2023 (arXiv:2302.13971 and
-# 2307.09288); 34b: Roziere et al. 2023 (arXiv:2308.12950), with the vocabulary of the others
-_LLAMAS = {
-    "llama-7b": (4096, 11008, 32, 32, 32, 32000),
-    "llama-13b": (5120, 13824, 40, 40, 40, 32000),
-    "llama-34b": (8192, 22016, 48, 64, 8, 32000),
-    "llama-70b": (8192, 28672, 80, 64, 8, 32000),
-}
-SIZES = tuple(_LLAMAS)
-
-
 def config_of(model: str | Path | PreTrainedConfig | DenseConfig) -> PreTrainedConfig | DenseConfig:
     """The config of a size preset, of a model by name or folder, or the one given. Raises `ModelUnavailable`."""
-    if str(model) in _LLAMAS:
-        hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(model)]
-        return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
-                           num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
     if isinstance(model, str | Path):
-        try:
-            return read_plan_config(model)
-        except ModelUnavailable as error:
-            sizes = f"name a size ({', '.join(SIZES)}), a folder, or a model that can be fetched"
-            raise ModelUnavailable(error.value, error.rule, sizes) from error
+        return read_plan_config(model)
     if not hasattr(model, "get_text_config"):
         raise BadInput(f"model {shown(model)}", "a size, a name or a config", f"name one of {', '.join(SIZES)}")
     return model

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from pydantic import Field
 from workbench.display.tokens import TEMPLATE, WRITERS, WrittenToken, WrittenTokens
 from workbench.errors import BadInput
 from workbench.errors.plain_text import plain_text, shown
-from workbench.models.chat_template import rendered
+from workbench.models.chat_template import reads, rendered
 from workbench.models.control_tokens import MARK, as_text, placed, special_tokens
 from workbench.models.tokenizers import behind_turn, differing_ends, is_text, put_before
 from workbench.models.turn_messages import schema_of
@@ -68,7 +67,7 @@ class ChatFormat:
                 "choose an instruction-tuned model, or set chat_template in the model's folder",
             )  # fmt: skip
         for name in [*self.arguments, *(["tools"] if self.tools else [])]:
-            if not _reads(tokenizer, name):
+            if not reads(tokenizer, name):
                 tools = name == "tools"
                 raise BadInput(
                     "ChatFormat(tools=...)" if tools else f"ChatFormat(arguments={{{name!r}: ...}})",
@@ -161,24 +160,17 @@ def _spans(
 
 
 def template_doubts(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", used: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int] = (), text: str = "", unread: Collection[str] = ()
 ) -> list[str]:  # fmt: skip
-    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt. used: what rows have beside texts,
-    "tools" or "tool_calls"."""
+    """A sentence for each doubt, with what to set. prompt_ids, text: of one prompt. unread: what rows have that the
+    template leaves out."""
     ends = differing_ends(tokenizer), _end(tokenizer)
-    unread = (
-        f"rows have {name!r}, which the chat template of {tokenizer.name_or_path!r} does not read: the model does not "
-        "see them. Set chat_template in the model's folder, or take a model that was trained with tools"
-        for name in used if tokenizer.chat_template and not _reads(tokenizer, name)
+    left = (
+        f"rows have {', '.join(map(repr, sorted(unread)))}, which the chat template of {tokenizer.name_or_path!r} does "
+        "not read: the model does not see it. Set chat_template in the model's folder, or take a model trained with it"
+        if unread and tokenizer.chat_template else ""
     )  # fmt: skip
-    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text), *unread) if one]
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Whether the chat template has a variable of that name."""
-    template = tokenizer.chat_template
-    text = template if isinstance(template, str) else " ".join((template or {}).values())
-    return re.search(rf"\b{name}\b", text) is not None
+    return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text), left) if one]
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:

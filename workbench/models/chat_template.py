@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import BadInput
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TIMEOUT_S = 10.0
+ROLES = ("system", "user", "assistant", "tool")
+_PLAIN = ("role", "content", "name", "tool_call_id")  # what a message says, and whose it is
 
 
 def rendered(
@@ -55,3 +58,24 @@ def rendered(
             f"messages {unmarked(shown(messages, 80))}", f"the chat template of {name!r} refuses them: {words}",
             "write them as the template asks for, or set tokenizer.chat_template",
         ) from error  # fmt: skip
+
+
+def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template has a variable, or a text, of that name."""
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) else " ".join((template or {}).values())
+    return re.search(rf"\b{re.escape(name)}\b", text) is not None
+
+
+def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]], tools: Sequence[Any]) -> set[str]:
+    """What messages have beside role and content, and "tools" where there are some, that the chat template leaves out.
+    Raises `BadInput` for a role that it does not know, and would write as it stands."""
+    there = {"tools"} if tools else set[str]()
+    for message in messages:
+        there |= {key for key, value in message.items() if value and key not in _PLAIN}
+        if message["role"] not in ROLES and not reads(tokenizer, message["role"]):
+            raise BadInput(
+                f"role {message['role']!r}", f"the roles of {tokenizer.name_or_path!r} are {', '.join(ROLES)}",
+                "rename it: a user's 'human' is 'user', a model's 'gpt' or 'bot' is 'assistant'",
+            )  # fmt: skip
+    return {name for name in there if not reads(tokenizer, name)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from workbench.errors import BadInput
+from workbench.errors import BadInput, ModelUnavailable
 from workbench.models.resolve import config_file
 from workbench.support.files import read_json
 from workbench.support.validation import PositiveInt, settings
@@ -17,6 +17,15 @@ from workbench.support.validation import PositiveInt, settings
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# hidden, intermediate, layers, heads, key-value heads, vocabulary: Touvron et al. 2023 (arXiv:2302.13971 and
+# 2307.09288); 34b: Roziere et al. 2023 (arXiv:2308.12950), with the vocabulary of the others
+_LLAMAS = {
+    "llama-7b": (4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": (5120, 13824, 40, 40, 40, 32000),
+    "llama-34b": (8192, 22016, 48, 64, 8, 32000),
+    "llama-70b": (8192, 28672, 80, 64, 8, 32000),
+}
+SIZES = tuple(_LLAMAS)
 # what says that there is more to a model than the fields below
 BEYOND = {"text_config", "quantization_config", "auto_map"}
 
@@ -76,8 +85,16 @@ class DenseConfig:
 
 
 def read_plan_config(name: str | Path) -> DenseConfig | PreTrainedConfig:
-    """As `loading.read_config`, which reads what is not plainly a dense decoder, and says what is wrong with it."""
-    file = config_file(name)
+    """Of a size preset, or a model as `loading.read_config`, which reads what is not plainly a dense decoder, and says
+    what is wrong with it. Raises `ModelUnavailable`."""
+    if str(name) in _LLAMAS:
+        hidden, inner, layers, heads, key_heads, vocabulary = _LLAMAS[str(name)]
+        return DenseConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=vocabulary,
+                           num_attention_heads=heads, num_key_value_heads=key_heads)  # fmt: skip
+    try:
+        file = config_file(name)
+    except ModelUnavailable as error:
+        raise ModelUnavailable(error.value, error.rule, f"{error.remedy}, or a size: {', '.join(SIZES)}") from error
     with suppress(OSError, BadInput):
         if dense := _dense(read_json(file, limit=2**20)):
             return dense
