@@ -97,6 +97,7 @@ class Panel:
 
         def turn() -> None:
             self.views[name].receive(**given)
+            self.views[name].choices += 1
             self.shown = name
             if self._front is not None:
                 self._front.shown = name

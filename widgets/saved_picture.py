@@ -147,11 +147,12 @@ class SavedPicture:
 
     def _changed(self, view: View) -> bool:
         now = or_none(view.depends_on)  # of hosts that are gone the picture of before stays
-        return now is not None and self._drawn.get(view.name, (None,))[0] != now
+        return now is not None and self._drawn.get(view.name, (None,))[0] != (view.choices, now)
 
     def _draw(self, view: View) -> None:
         with suppress(Exception):
-            self._drawn[view.name] = view.depends_on(), or_why(view.still), view.figure(), or_why(view.text)
+            of = view.choices, view.depends_on()
+            self._drawn[view.name] = of, or_why(view.still), view.figure(), or_why(view.text)
 
     def _bundles(self, views: Sequence[View], lab: Any) -> dict[str, dict[str, Any]]:
         """By mark, data by mimetype: the picture of all views, and the charts of those that have any."""

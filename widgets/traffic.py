@@ -32,7 +32,7 @@ class TrafficView(View):
         self._whole_bytes = self._saved_bytes = 0
 
     def depends_on(self) -> Hashable:
-        sizes = self._transfers.size_bytes, self._changed.size_bytes
+        sizes = self._transfers.size_bytes, self._changed.size_bytes, self._syncs.size_bytes
         return sizes, self.kind, self.stage, str(self.lab.placement)
 
     def _moved(self) -> Any:

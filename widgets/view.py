@@ -43,6 +43,7 @@ class View:
     def __init__(self, lab: Any, driver: Driver) -> None:
         self.lab, self.driver = lab, driver
         self.turn: Callable[..., object]  # set by the panel: turn(name, **given) shows another view
+        self.choices = 0  # how often something was chosen in it
 
     def depends_on(self) -> Hashable:
         """Changes when there is something new to draw. Asked several times a second: it costs next to nothing."""
@@ -85,6 +86,7 @@ class View:
 
     def act(self, action: str, given: Given) -> None:
         """Carry out what a control asks for; `BadInput` for an action that there is not."""
+        self.choices += 1
         if action in self.fields:
             setattr(self, action, given["value"])
             return

@@ -324,6 +324,9 @@ def test_responses_that_paused_go_on_beside_new_ones(opened: Opened, tmp_path: P
     assert all(row.count(version) % 4 == 0 or version == row[-1] for row in versions for version in row)
     waiting = lab.buffer.df()["prompt_uid"].nunique() + sum(found.group_count for found in lab.buffer.waiting)
     assert waiting >= 4  # as many as staleness=2 lets be under way, those that paused among them
+    ages = lab.buffer.groups()["age_steps"]
+    assert lab.buffer.clear(older_than=int(ages.min())) == sum(ages > ages.min())
+    assert lab.buffer.groups()["age_steps"].tolist() == [ages.min()] * sum(ages == ages.min())
 
     opened.again()
     algorithm = long(lab)

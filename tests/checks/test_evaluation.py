@@ -16,8 +16,9 @@ import workbench as wb
 from tests.calculator import sums
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
-from workbench.batches.columns import Ragged
+from workbench.batches.columns import Ragged, ragged_in
 from workbench.checks.evaluation import _passed, _rows, _scores, majority_at_k, summary
+from workbench.conversations.rows import row_table
 from workbench.errors import BadInput, RewardError
 from workbench.workers.roles import reference
 from workbench.workers.weight_exchange import uncut_weights
@@ -278,7 +279,9 @@ def test_a_reference_that_takes_over_the_actor(lab: wb.Workbench, monkeypatch: p
     assert lab.topology()["host_published_bytes"].max() == 0
 
 
-def test_a_data_set_has_the_chat_format_of_training_and_comparisons_say_where_it_differs(tmp_path: Path) -> None:
+def test_a_data_set_is_read_as_that_of_training_and_comparisons_say_where_it_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     brief = wb.ChatFormat(system="Be brief.")
     mine = [{"prompt": "Say a<|tool|>."}, {"prompt": "Say b, and c."}]
     models: dict[str, Any] = {"actor": TINY, "reward": vowels}
@@ -292,6 +295,13 @@ def test_a_data_set_has_the_chat_format_of_training_and_comparisons_say_where_it
         tool: Any = lab.runner.batches.tokenizer.convert_tokens_to_ids("<|tool|>")
         read = ([row.prompt_ids.count(tool) for row in _rows(lab, one, 1)] for one in (mine, other))
         assert list(read) == [[1], [0]]
+        long = [{"prompt": "a " * 150}, *mine]  # longer than those that training reads
+        assert [row.index for row in _rows(lab, long, None)] == [1, 2]
+        assert "evaluate: 1 over 200 tokens dropped" in capsys.readouterr().out
+        cut = {"source": long, "max_prompt_tokens": 100, "overlong": "cut"}
+        assert [row.index for row in _rows(lab, cut, None)] == [0, 1, 2]
+        (by_hand,) = ragged_in(row_table(lab, mine[0]["prompt"]), "prompt_ids").rows()
+        assert by_hand.tolist() == _rows(lab, mine, 1)[0].prompt_ids
     assert as_trained.rows["response"].tolist() == told.rows["response"].tolist()[:2]
     assert as_trained.rows["response"].tolist() != plain.rows["response"].tolist()
     assert not wb.Workbench.compare_evaluations(as_trained, told).differs

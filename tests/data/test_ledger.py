@@ -157,6 +157,10 @@ def test_a_wrong_function_is_refused_when_it_is_assigned(lab: wb.Workbench) -> N
         with pytest.raises(BadInput, match=says):
             lab.prompts.order = order
         assert lab.prompts.order is hardest
+    began = lab.iteration
+    with expect_error(BadInput, value="n=0"):
+        lab.prompts.next(0)
+    assert lab.iteration == began
     with expect_error(BadInput, value=r"lab\.prompts\.threshold='high'", rule="number"):
         lab.prompts.threshold = "high"  # type: ignore[assignment]
 

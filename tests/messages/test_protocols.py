@@ -177,6 +177,7 @@ WRONG_PROTOCOLS: list[tuple[dict[str, Any], str]] = [
     ({"distribute": lambda layout, minibatches: [minibatches]}, r"gave 1 parts.*has 2 ranks"),
     ({"distribute": lambda layout, minibatches: [[], []]}, r"rank 0 0 arrays of rows.*there are 2 minibatches"),
     ({"distribute": lambda layout, minibatches: [[rows + 1 for rows in minibatches]] * 2}, r"row 6.*rows 0 to 5"),
+    ({"distribute": lambda layout, minibatches: [[rows - 1 for rows in minibatches]] * 2}, r"row -1.*rows 0 to 5"),
     ({"distribute": lambda layout, minibatches: None}, r"distribute \(TypeError: .*a list for each rank"),
     ({"collect": lambda layout: [2]}, r"collect gave ranks \[2\]"),
     ({"collect": lambda layout: []}, r"collect gave ranks \[\]"),

@@ -16,6 +16,7 @@ from workbench.placement.estimate import (
     MOST_TOKENS,
     MemoryEstimate,
     Room,
+    _items,
     check_fit,
     device_numbers,
     estimate_memory,
@@ -91,6 +92,16 @@ def test_what_is_chosen_fits(gib: int, take_turns: bool) -> None:
     actor = model("actor", "135m")
     cache = next(t.memory.generation_kv_cache for t in estimate.tenants if t.role == "actor")
     assert row_bytes(actor) <= cache <= useful_cache_bytes(actor)
+
+
+def test_a_refusal_names_all_that_counts() -> None:
+    """Weights of a frozen model are read from a file; a GPU has no use for the mapping."""
+    estimate = estimated(24)
+    items = _items(estimate, [0], certain=True)
+    held = {tenant.role: tenant.memory for tenant in estimate.tenants}
+    assert (held["reference"].parameters, "reference", "parameters") in items and held["reference"].may_be_mapped > 0
+    lasting = sum(n for n, _, use in items if use != "gradients")
+    assert lasting == sum(memory.certain(on_cpu=False) - memory.kept_gradients for memory in held.values())
 
 
 def test_the_host_takes_what_the_estimate_says() -> None:

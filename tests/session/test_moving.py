@@ -24,6 +24,7 @@ from workbench.placement import ROLES
 from workbench.workers.model_worker import digest
 from workbench.workers.role_state import RoleMove
 from workbench.workers.roles.critic import CriticWorker
+from workbench.workers.roles.reward import RewardWorker
 from workbench.workers.weight_exchange import Snapshot
 
 TRAINED = ("actor", "critic")
@@ -453,14 +454,23 @@ class Counting(CriticWorker):
         return {**super().state(), "count": 1}
 
 
-def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path) -> None:
-    models = {"actor": TINY, "critic": wb.Model(TINY, worker=Counting)}
+class CountingRewards(RewardWorker):
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "count": 1}
+
+
+@pytest.mark.parametrize(("role", "worker"), [("critic", Counting), ("reward", CountingRewards)])
+def test_a_state_of_its_own_does_not_get_lost(tmp_path: Path, role: str, worker: type) -> None:
+    models = {"actor": TINY, role: wb.Model(TINY, worker=worker)}
     with opened(models, wb.Placement.colocate(1), tmp_path) as lab:
         with expect_error(
-            BadInput, value="moving Counting", rule="state of its own", remedy="goes on as it was.*`extra_state`"
+            BadInput,
+            value=f"moving {worker.__name__}",
+            rule="state of its own",
+            remedy="goes on as it was.*`extra_state`",
         ):
-            lab.critic.move("own", devices=1)
-        assert lab.critic.pool.name == "shared"
+            lab.groups[role].move("own", devices=1)
+        assert lab.groups[role].pool.name == "shared"
 
 
 def test_what_cannot_be_moved_is_refused(lab: Workbench, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.cases import tiny_lab
 from workbench.display.curves import MIMETYPE
 from workbench_widgets import View
 from workbench_widgets.driver import Driver
+from workbench_widgets.metrics import Metrics
 from workbench_widgets.saved_picture import SavedPicture
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -123,6 +124,14 @@ def test_a_saved_picture_that_is_too_large_keeps_its_tables(lab: wb.Workbench) -
     assert "its table" in html
     assert html.count("<img ") == 1
     assert "300 kB, too large" in html
+
+
+def test_what_is_chosen_in_a_view_is_in_its_saved_picture(lab: wb.Workbench) -> None:
+    view, saved = Metrics(lab, Driver(lab)), SavedPicture()
+    saved._draw_all([view])
+    assert not saved._changed(view)
+    view.act("y", {"value": "log"})
+    assert saved._changed(view)
 
 
 def test_the_saved_picture_is_renewed_after_each_change_and_takes_a_twentieth_of_the_time(

@@ -199,8 +199,8 @@ def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRol
         ages = lab.weights["actor"].steps - versions
         lab.report("buffer", {"age_steps/mean": float(ages.mean()), "age_steps/max": float(ages.max())})
     lab.telemetry.append_event(
-        "drawn from the buffer", iteration=counters.iteration, of_iteration=found.iteration, prompts=found.groups(),
-        weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
+        "drawn from the buffer", iteration=counters.iteration, of_iteration=found.iteration,
+        prompts=list(found.groups()), weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
     )  # fmt: skip
     return dict(found.made), taken
 

@@ -187,9 +187,16 @@ class Buffer:
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
         optimizer steps; None: all."""
-        gone = [f for f in self.waiting if older_than is None or (f.whole and self.age(f) > older_than)]
-        count = sum(found.group_count for found in gone if found.whole)
-        self.waiting = [found for found in self.waiting if not any(found is other for other in gone)]
+        waiting, self.waiting, count = self.waiting, [], 0
+        for found in waiting:
+            if older_than is None:
+                count += found.group_count if found.whole else 0
+                continue
+            groups = found.groups() if found.whole else {}
+            young = [uid for uid, version in groups.items() if self._steps_since(version) <= older_than]
+            count += len(groups) - len(young)
+            if young or not found.whole:
+                self.waiting.append(found if len(young) == len(groups) else found.with_groups(young))
         return count
 
     def forget_unmade(self) -> None:
@@ -228,10 +235,10 @@ class Buffer:
     def _frame(self, waiting: Sequence[WaitingRollouts]) -> pd.DataFrame:
         rows = []
         for found in waiting:
-            for uid in found.groups():
+            for uid, version in found.groups().items():
                 here = found.rows["prompt_uid"] == uid
-                _, versions, tokens, rewards, _ = (column[here] for column in found.rows.values())
-                version, drawn = int(versions.min()), int(found.draw_counts[here].max())
+                _, _, tokens, rewards, _ = (column[here] for column in found.rows.values())
+                drawn = int(found.draw_counts[here].max())
                 means = float(tokens.mean()), float(rewards.mean())
                 rows.append((found.iteration, uid, len(tokens), version, self._steps_since(version), *means, drawn))
         names = ("iteration", "prompt_uid", "rows", "weights_version", "age_steps", "response_tokens", "reward")

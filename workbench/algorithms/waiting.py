@@ -103,9 +103,12 @@ class WaitingRollouts:
             self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
         return self.times_drawn
 
-    def groups(self) -> list[int]:
-        """The prompts of its groups, in order."""
-        return list(dict.fromkeys(self.rows["prompt_uid"].tolist()))
+    def groups(self) -> dict[int, int]:
+        """The prompts of its groups, in order, with the version of each one's oldest token."""
+        found = dict[int, int]()
+        for uid, version in zip(self.rows["prompt_uid"].tolist(), self.rows["weights_version"].tolist(), strict=True):
+            found[uid] = min(version, found.get(uid, version))
+        return found
 
     def with_groups(self, uids: Iterable[int]) -> WaitingRollouts:
         """Of each batch the rows of these prompts."""
@@ -183,12 +186,13 @@ def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
     first = parts[0]
     if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
         return first
-    made, oldest = {}, min(part.version for part in parts)
+    versions = {str(uid): version for part in parts for uid, version in part.groups().items()}
+    made, oldest = {}, min(versions.values())
     for stage in first.made:
         batch = end_to_end([part.made[stage] for part in parts])
         told: dict[str, Any] = {"weights_version": oldest} if "weights_version" in batch.meta else {}
-        if told and any(part.version != oldest for part in parts):
-            told["weights_versions"] = {str(uid): part.version for part in parts for uid in part.groups()}
+        if told and any(version != oldest for version in versions.values()):
+            told["weights_versions"] = versions
         made[stage] = batch.derive("draw", batch.columns, {**told, "iteration": iteration})
     return WaitingRollouts(
         iteration=first.iteration, stages=first.stages, made=made, metrics=_metrics(parts),

@@ -16,7 +16,7 @@ import torch
 from workbench.batches.columns import Ragged, ragged_in
 from workbench.checks.compare_evaluations import Evaluation, of_data
 from workbench.data.prompt_rows import PromptRow
-from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of
+from workbench.data.prompt_stream import check_room, prompt_options, prompt_table, prompts_of, reading
 from workbench.data.streamed_prompts import StreamedPrompts
 from workbench.display.interrupts import stoppable
 from workbench.errors import BadInput
@@ -136,7 +136,8 @@ def evaluate(
     has them all. `.rows` of what it returns is a frame with a row a response: prompt, text, reward, passed, tokens.
     `algo.run(100, evaluate=lambda: lab.evaluate(held_out), every=10)` does it on the way.
 
-    data: whatever `prompts=` takes, or several by name; without `chat` they have the chat format of `lab.prompts`.
+    data: whatever `prompts=` takes, or several by name; without `chat`, `control_tokens`, `max_prompt_tokens` or
+    `overlong` of their own they are read as `lab.prompts` are.
     n: the first n prompts of each; None: all.
     samples: responses a prompt. sampling: how they are drawn; None: `wb.Sampling()`, at temperature 1 and of at
     most 64 tokens, whatever training draws with: give the algorithm's, `sampling=ppo.sampling`, to measure what it
@@ -176,7 +177,8 @@ def evaluate(
     frame = frame.astype({"prompts": "int64", "samples": "int64"})
     done_with = {"samples": asked.samples, **flat(asked.options, "sampling"), "reward": _reward_of(lab, asked)}
     for name, source in named.items():
-        done_with |= {k: v for k, v in flat(_read_with(lab, source), of_data(name)).items() if v not in EMPTY}
+        read = reading(lab.description.prompts, prompt_options(source, "evaluate: dict"))
+        done_with |= {k: v for k, v in flat(read, of_data(name)).items() if v not in EMPTY}
     made = pd.concat(responses, ignore_index=True)
     return Evaluation.of(frame, made, seed=asked.seed, threshold=asked.threshold, conditions=done_with)
 
@@ -343,23 +345,14 @@ def _named(data: Any) -> dict[str, Any]:
     return {str(name): source for name, source in data.items()}
 
 
-def _read_with(lab: Lab, source: Any) -> dict[str, Any]:
-    """How a data set becomes prompts, where that changes what the policy reads. Without a chat format of its own, a
-    data set has that of the workbench's prompts, and reads control tokens as they do."""
-    given, own = lab.description.prompts, prompt_options(source, "evaluate: dict")
-    given = given if isinstance(given, Mapping) else {}
-    defaults = {"chat": None, "control_tokens": None, "max_prompt_tokens": 512, "overlong": "filter"}
-    defaults |= {name: given[name] for name in ("chat", "control_tokens") if name in given}
-    return {name: own.get(name, value) for name, value in defaults.items()}
-
-
 def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     """The first n rows of a source, in its order; all: None."""
     options = {"shuffle": False, "seed": lab.seed, **prompt_options(source, "evaluate: dict")}
-    read = _read_with(lab, source)
-    options |= {name: read[name] for name in ("chat", "control_tokens")}
+    options |= reading(lab.description.prompts, options)
     prompts = prompts_of(options, lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
+    if prompts.dropped:
+        print(f"evaluate: {', '.join(prompts.counts())}")
     if isinstance(prompts, StreamedPrompts):
         if n is None:
             raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")

@@ -13,7 +13,7 @@ from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
 from workbench.batches.columns import Ragged, Table, ragged_in
 from workbench.conversations.tree import Tree, Turn
-from workbench.data.prompt_stream import prompt_table
+from workbench.data.prompt_stream import prompt_table, reading
 from workbench.data.prompts import Prompts
 from workbench.data.user_functions import are_messages
 from workbench.errors import BadInput
@@ -196,5 +196,6 @@ def row_table(lab: Lab, row: Any) -> Table:
             "begins with a prompt: a batch of one row, a text, messages, or a row of columns",
             "lab.conversation('What is 2 + 3?', environment=MyEnvironment)",
         )  # fmt: skip
-    found = Prompts([dict(row)], tokenizer=lab.runner.batches.tokenizer, shuffle=False, overlong="error").next(1)
+    read = reading(lab.description.prompts, {"overlong": "error"})
+    found = Prompts([dict(row)], tokenizer=lab.runner.batches.tokenizer, shuffle=False, **read).next(1)
     return prompt_table(found, 0)

@@ -57,8 +57,8 @@ def Judge(
     if not any(name in rubric for name in ("{response}", "{raw_response}")):
         raise BadInput(f"rubric={short(rubric)!r}", "the judge reads the response", "put {response} where it is to be")
     sampling = sampling or Sampling(temperature=0.0, max_new_tokens=256)
-    if sampling.environment is not None:
-        raise BadInput("sampling with an environment", "a judge answers once", "leave environment out")
+    if sampling.environment is not None or sampling.agent is not None:
+        raise BadInput("sampling with an environment or an agent", "a judge answers once", "leave it out")
     function = Judgement(parse or stated_score, greedy=is_greedy(sampling))
     check_function(function)
     judging = Judging(model=str(model), rubric=rubric, sampling=sampling, seed=seed)

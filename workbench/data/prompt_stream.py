@@ -29,7 +29,7 @@ from workbench.support.assigned import AssignedFunction
 from workbench.support.calls.pickling import name_of
 from workbench.support.checked_calls import checks_calls
 from workbench.support.named_fields import NamedAttributes, check_names
-from workbench.support.validation import FINITE, Number, checked
+from workbench.support.validation import FINITE, Number, checked, whole
 
 Order = Callable[["pd.DataFrame"], Any]
 RULE = (
@@ -317,6 +317,7 @@ class PromptStream(NamedAttributes):
         self._feed.check_ready()
         if self.source is None:
             raise _no_prompts()
+        whole("n", n)
         self._order.check(f"lab.prompts.{'next' if begins else 'more'}({n})")
         if self._order.function is not None:
             self._feed.wait_for_scores()
@@ -392,6 +393,14 @@ def prompt_table(rows: Sequence[PromptRow], first_uid: int) -> Table:
             raise BadInput(f"a data set with a column {name!r}", "that name is taken in a batch", "rename the column")
         table[name] = [row.extra.get(name) for row in rows]
     return table
+
+
+def reading(prompts: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """How other rows become prompts: with options of their own, else as a workbench's prompts do. prompts: what it was
+    opened with."""
+    given = prompts if isinstance(prompts, Mapping) else {}
+    defaults = {"chat": None, "control_tokens": None, "max_prompt_tokens": 512, "overlong": "filter"}
+    return {name: own.get(name, given.get(name, value)) for name, value in defaults.items()}
 
 
 def check_room(prompts: Prompts | StreamedPrompts, generation: Generation | None) -> None:

@@ -88,8 +88,7 @@ class Results(pd.DataFrame):
             label: [f"{value:.4g}" + (f" ± {width:.2g}" if width == width else "") for value, width in column[first:]]
             for label, column in columns.items()
         }
-        with pd.option_context("display.width", 1000):
-            shown = pd.DataFrame(cells, index=self.index[first:]).to_string()
+        shown = pd.DataFrame(cells, index=self.index[first:]).to_string()
         earlier = f"{first:,} earlier iterations are in the frame\n" if first else ""
         others = len(self.columns) - len(looked_at(self.columns))
         rest = f"{others} other columns as 'stage/metric': .columns has their names, .to_string() prints all"

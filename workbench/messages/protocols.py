@@ -60,9 +60,9 @@ class TransferProtocol:
                     "give one array a minibatch",
                 )
             for chunk in chunks:
-                if len(chunk) and not 0 <= chunk.min() <= chunk.max() < rows:
+                if wrong := [row for row in chunk if not 0 <= row < rows]:
                     raise BadInput(
-                        f"{operation}: {self.name}.distribute gave rank {rank} row {chunk.max()}",
+                        f"{operation}: {self.name}.distribute gave rank {rank} row {wrong[0]}",
                         f"the batch has rows 0 to {rows - 1}",
                     )
         return dealt

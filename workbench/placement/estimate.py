@@ -393,13 +393,14 @@ def _check_micro_batch(estimate: MemoryEstimate, tenant: Tenant, model: RoleMode
 
 def _items(estimate: MemoryEstimate, devices: Sequence[int], certain: bool) -> list[tuple[int, str, str]]:
     """(bytes, role, use) of those devices together, the most first; certain: only of what `certain` counts."""
-    unsure = {"sync_copy", *(["generation_kv_cache"] if estimate.device == "cpu" else [])}
+    on_cpu = estimate.device == "cpu"
+    unsure = {"sync_copy", "activations", *(["generation_kv_cache"] if on_cpu else [])}
     found = Counter[tuple[str, str]]()
     for tenant in estimate.tenants:
         for use in (*LASTING, *PASSING) if tenant.device in devices else ():
-            if certain and use in {*unsure, "activations"}:
+            if certain and use in unsure:
                 continue
-            mapped = tenant.memory.may_be_mapped if certain and unsure and use == "parameters" else 0
+            mapped = tenant.memory.may_be_mapped if certain and on_cpu and use == "parameters" else 0
             found[tenant.role, use.removeprefix("kept_")] += getattr(tenant.memory, use) - mapped
     return sorted(((n, *key) for key, n in found.items() if n), reverse=True)
 

@@ -159,8 +159,8 @@ class Topology:
                   if held.get("micro_batch_tokens")}  # fmt: skip
         return estimate_memory(
             description.placement, description.role_models(), device=description.device,
-            device_bytes=seen[0]["device_bytes"], numbers=self._numbers() if placement is None else None,
-            take_turns=description.takes_turns, tokens=tokens if placement is None else None,
+            device_bytes=seen[0]["device_bytes"] if seen else None, take_turns=description.takes_turns,
+            numbers=self._numbers() if placement is None else None, tokens=tokens if placement is None else None,
         )  # fmt: skip
 
     def diff(self, placement: Placement, **models: Any) -> PlacementChange:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from workbench.engines.training import TrainingEngine
 from workbench.engines.training.steps import ADAM, CODES, MOMENTS, MUON, SCALES, StateKind
-from workbench.errors import StageError
+from workbench.errors import BadInput, StageError
 from workbench.placement import ROLLOUT, Layout
 from workbench.placement.state import FlatReshard, Part
 from workbench.resharding import boxes
@@ -132,7 +132,13 @@ def publish_state(worker: Worker, move: RoleMove, rank: int, exchange: WeightExc
 def rank_state(worker: Worker, *, moving: bool = True) -> RankState:
     """The part of a rank's state that goes by the controller. moving: whether the worker is asked for its
     `extra_state`."""
-    engine = engine_of(worker)
+    kind, engine = type(worker), engine_of(worker)
+    ours = [method.__module__.startswith("workbench.") for method in (kind.state, kind.extra_state)]
+    if moving and ours == [False, True]:
+        raise BadInput(
+            f"moving {kind.__name__}", "it keeps a state of its own",
+            "give it `extra_state` and `load_extra_state`, beside `state` and `load_state`",
+        )  # fmt: skip
     return RankState(
         steps=0 if engine is None else getattr(engine, "steps", 0),
         moments=engine is not None and engine.has_moments,

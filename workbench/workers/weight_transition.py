@@ -164,7 +164,7 @@ class WeightTransitions:
         everywhere = communicator.all_reduce(torch.tensor([noted.moved_bytes, len(noted.differ)])).tolist()
         self._failed = bool(everywhere[1])
         took_s = communicator.all_reduce_max(torch.tensor([time.perf_counter() - began], dtype=torch.float64))
-        self._choice.note(took_s.item(), patches=patches)
+        self._choice.note(took_s.item(), patches=patches and not full)
         if everywhere[1]:
             self._generator.weights_version = -1
             raise self._not_as_sent(transition, arrival)

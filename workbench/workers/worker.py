@@ -15,7 +15,6 @@ import torch
 
 from workbench.engines.communicator import Communicator, ParallelGroups, parallel_groups
 from workbench.engines.host_memory import overlapping
-from workbench.errors import BadInput
 from workbench.messages.calls import HostInfo
 from workbench.models.loading import Limits
 from workbench.models.spec import Model
@@ -137,11 +136,6 @@ class Worker:
     def extra_state(self) -> dict[str, Any]:
         """The small part of its state that moves with the role beside weights, moments and step count. Where the number
         of ranks changes, each new rank gets that of an old one."""
-        if not type(self).state.__module__.startswith("workbench."):
-            raise BadInput(
-                f"moving {type(self).__name__}", "it keeps a state of its own",
-                "give it `extra_state` and `load_extra_state`, beside `state` and `load_state`",
-            )  # fmt: skip
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:

@@ -165,15 +165,18 @@ def test_automatic_saves(run: Uninterrupted, tmp_path: Path) -> None:
         folder = lab.run_folder
         found = names(folder / "checkpoints")
         assert found == ["iteration-000002", "iteration-000003"]
+        lab.autosave(minutes=1000)
+        ppo_of(lab).run(1)
+        assert names(folder / "checkpoints") == found
         lab.autosave(None)
         ppo_of(lab).run(1)
         assert names(folder / "checkpoints") == found
         lab.save(tmp_path / "elsewhere" / "by hand", models=False)
-        lab.autosave(None, minutes=1e-9, folder=tmp_path / "elsewhere", keep=1)
+        lab.autosave(minutes=1e-9, folder=tmp_path / "elsewhere", keep=1)
         lab.prompts.next(4)
         batch = lab.prompts.next(4)  # by hand: what is over is saved before the next one begins
         lab.prompts.next(4)  # and what it saved itself before it deletes: nothing else
-        assert names(tmp_path / "elsewhere") == [f"{folder.name}-iteration-000006", "by hand"]
+        assert names(tmp_path / "elsewhere") == [f"{folder.name}-iteration-000007", "by hand"]
         assert batch.rows == 4
     for where in (folder, folder / "checkpoints", folder.parent):
         assert find_checkpoint(where).iteration == 3

@@ -111,7 +111,7 @@ class Checkpoints:
         folder: str | Path | None = None, models: bool = False,
     ) -> None:  # fmt: skip
         """Save after each `every` iterations, or when `minutes` have passed since the last time, whichever comes first;
-        `lab.autosave(None)` ends it.
+        `lab.autosave(minutes=30)` goes by these alone, `lab.autosave(None)` ends it.
 
         It happens when an algorithm's iteration is over, and before prompts or examples of the next one are drawn.
         keep: how many of these are left on the disk; older ones are deleted once a new one is there. folder: where;
@@ -122,6 +122,7 @@ class Checkpoints:
             self.automatic = None
             return
         where = self._runner.hosts.run_folder / AUTOMATIC if folder is None else real_path(folder, "autosave(folder)")
+        every = None if minutes is not None and every == 1 else every  # each iteration would always come first
         self.automatic = Automatic(where, every, minutes, keep, models, self._runner.counters.iteration)
 
     def save_if_due(self, algorithm: Algorithm | None = None) -> None:
