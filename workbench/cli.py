@@ -252,6 +252,12 @@ def _export(arguments: argparse.Namespace) -> int:
     from workbench.export import export_notebook
     from workbench.export.cells import read_notebook
 
+    if not arguments.check and (arguments.set or arguments.backend):
+        option = "--set" if arguments.set else "--backend"
+        raise BadInput(f"{option} without --check", f"{option} belongs to --check", "add --check, or leave it out")
+    if arguments.check and arguments.order == "run":
+        rule = "--check runs the notebook in the order of the page"
+        raise BadInput("--as-run --check", rule, "leave out --check; or put the cells in order, and leave out --as-run")
     notebook = path_of(arguments.notebook, "NOTEBOOK")
     output = path_of(arguments.output or f"{notebook.stem}.py", "-o")
     if output.suffix != ".py":
@@ -259,8 +265,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.output is None and output.exists():
         raise BadInput(f"{output} exists", "only a file that was named is written over", f"write -o {output}")
     page = read_notebook(notebook)
-    given = {}
-    if arguments.check or arguments.set:
+    if arguments.check:
         from workbench.export.proof import prove, settings_of  # pandas
 
         given = settings_of(arguments.set)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.expected import expect_error
+from workbench.cli import main
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import read_notebook
@@ -112,18 +114,55 @@ def test_a_script_with_an_option_output_of_its_own_is_refused(tmp_path: Path) ->
         prove(tmp_path / "x.ipynb", 'def main(\n    OUTPUT: str = "x",\n) -> None: ...\n', {})
 
 
+def page(folder: Path, *cells: str) -> Path:
+    """A notebook of code cells; the first one has the parameters."""
+    code: list[dict[str, Any]] = [
+        {"cell_type": "code", "id": f"c{n}", "source": text, "outputs": [], "execution_count": None,
+         "metadata": {"tags": ["parameters"]} if n == 0 else {}}
+        for n, text in enumerate(cells)
+    ]  # fmt: skip
+    path = folder / "x.ipynb"
+    path.write_text(json.dumps({"cells": code, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+@pytest.mark.parametrize("local", ["output: list[str] = []", "RUNS: str = 'here'"])
+def test_a_variable_in_main_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: str) -> None:
+    path = page(tmp_path, "N = 2", f"import os\n{local}\nos.putenv('A', str(N))")
+    script = export_notebook(path, runs=[])
+    assert script.parameters == ("N",) and f"\n    {local[:6]}" in script.text
+    commands: list[list[str]] = []
+
+    def noted(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    prove(path, script.text, {"N": 3, "RUNS": "there"})
+    (options,) = [words for _, program, *words in commands if program.endswith("script.py")]
+    assert [word.partition("=")[0] for word in options] == ["--n", "--output"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "NN=3"], "--set without --check. --set belongs to --check"),
+        (["--backend", "inline"], "--backend without --check. --backend belongs to --check"),
+        (["--as-run", "--check"], "--as-run --check. --check runs the notebook in the order of the page"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    path = page(tmp_path, "N = 2", "import os\nos.putenv('A', str(N))")
+    assert main(["export", str(path), "-o", str(tmp_path / "x.py"), *words]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "x.py").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_notebook_that_fails_is_named(tmp_path: Path) -> None:
-    cell: dict[str, Any] = {
-        "cell_type": "code",
-        "id": "a",
-        "source": "1 / 0",
-        "outputs": [],
-        "metadata": {},
-        "execution_count": None,
-    }
-    path = tmp_path / "x.ipynb"
-    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    path = page(tmp_path, "1 / 0")
     with expect_error(ProofFailed, value=r"notebook ended with exit code 1(.|\n)*ZeroDivisionError"):
         prove(path, "", {})

@@ -70,7 +70,8 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
     one. Workbenches that live are not touched. Raises `ProofFailed` with the last lines of the one that did not run to
     its end, and `BadInput` where the script has an option `--output` of its own.
     """
-    if has_option(script, "(?i:output)"):
+    parameters = parameters_of(script)
+    if any(name.lower() == "output" for name in parameters):
         raise BadInput("a parameter OUTPUT", "--output of the script says where the proof finds what it reports",
                        "give the parameter another name")  # fmt: skip
     beside = str(notebook.parent.resolve())  # what a notebook imports from there, its script does as well
@@ -86,7 +87,8 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
             write_bytes(own / "home" / KEY_FILE, signing_key())  # both may go on from a checkpoint
             runs = str(own / "runs")
             forced = {**(opening or {}), "runs": runs}
-            given = {"RUNS": runs, **settings} if has_option(script, "RUNS", r"(Annotated\[)?str\b") else settings
+            is_text = re.match(r"(Annotated\[)?str\b", parameters.get("RUNS", ""))
+            given = {"RUNS": runs, **settings} if is_text else settings
             environment = {
                 **os.environ, "WORKBENCH_HOME": str(own / "home"), "WORKBENCH_WIDGETS": "static",
                 "PYTHONPATH": os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH")))),
@@ -128,7 +130,8 @@ def _script_command(
 ) -> list[str]:
     written = own / "script.py"
     written.write_text(script, encoding="utf-8")
-    options = [word for name, value in settings.items() for word in option(name, value) if has_option(script, name)]
+    own_names = parameters_of(script)
+    options = [word for name, value in settings.items() for word in option(name, value) if name in own_names]
     for name, value in opening.items():
         options += option("output" if name == "runs" else name, value)
     return [sys.executable, str(written), *options]
@@ -148,9 +151,10 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def has_option(script: str, name: str, annotation: str = "") -> bool:
-    """Whether its `main` has a parameter of this name. annotation: a pattern of how that begins."""
-    return re.search(rf"(?m)^    {name}: {annotation}", script) is not None
+def parameters_of(script: str) -> dict[str, str]:
+    """The parameters of a script's `main`, which is its last function, and their types as they are written."""
+    functions = [node for node in ast.parse(script).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {one.arg: ast.unparse(one.annotation) for main in functions[-1:] for one in main.args.args if one.annotation}
 
 
 def option(name: str, value: Any) -> list[str]:
