@@ -98,7 +98,8 @@ prove: $(READY) ## run every lesson and its exported script at small settings, a
 	$(BIN)/python benchmarks/prove.py
 
 clean: ## remove .venv/ and what tools left behind; runs/ stays
-	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-newest .peers .witnesses build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20

@@ -40,7 +40,6 @@ ROOMS = (
     "workbench.data.prompt_stream",
     "workbench.resharding.plan",
     "workbench.resharding.strategies",
-    "workbench.resharding.strategies",
     "workbench.stages.runner",
     "workbench.telemetry.memory",
     "workbench.telemetry.spans",
@@ -93,9 +92,6 @@ def render(names: Sequence[str]) -> dict[str, str]:
     import pdoc.doc
     import pdoc.render
 
-    warnings.filterwarnings(
-        "ignore", "Error parsing type annotation"
-    )  # of a generated __init__: shown as it is written
     pdoc.render.configure(template_directory=ROOT / "docs" / "reference", footer_text="workbench")
     pdoc.render.env.filters["to_markdown"] = arguments_as_list
     modules = {name: pdoc.doc.Module.from_name(name) for name in names}
