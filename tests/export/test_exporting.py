@@ -293,38 +293,66 @@ def test_markdown_explains_code_and_titles_the_script() -> None:
     assert "Only looks" not in script
 
 
-NOT_ENDED: list[tuple[str, Any, list[Any], str, str]] = [
-    ("a = 1; b = 2\nc = f()", (2, 4), [], "a = 1; b = 2", ""),
-    ("a = 1; b = f(); c = 3", (1, 11), [], "a = 1", ""),
-    ("x = ppo.run(10, every=2)", (1, 4), [("ppo", "run", 4, (1, 4))], "ppo.run(4, every=2)", ""),
-    ("x = ppo.run(10)", (1, 4), [("ppo", "run", 0, (1, 4))], "", ""),
+# text; place that failed; calls of algorithms, with their iterations and places; places of `update_actor`; what is kept
+NOT_ENDED: list[tuple[str, Any, list[Any], list[Any], str, str]] = [
+    ("a = 1; b = 2\nc = f()", (2, 4), [], [], "a = 1; b = 2", ""),
+    ("a = 1; b = f(); c = 3", (1, 11), [], [], "a = 1", ""),
+    ("x = ppo.run(10, every=2)", (1, 4), [("run", 4, (1, 4))], [(1, 4)], "ppo.run(4, every=2)", ""),
+    ("ppo.run(iterations=10, every=2)[['loss']].head()", (1, 0), [("run", 4, (1, 0))], [], "ppo.run(4, every=2)", ""),
+    ("a = 1\nx = ppo.run(10)", (2, 4), [("run", 0, (2, 4))], [], "a = 1", ""),
+    ("a = 1; ppo.iterate()", (1, 7), [("iterate", 1, (1, 7))], [(1, 7)], "a = 1\nppo.iterate()", ""),
+    ("f(update(b), ppo.run(10))", (1, 13), [("run", 4, (1, 13))], [(1, 2), (1, 13)], "",
+     "`f(update(b), ppo.run(10))` is not in the script; it had called update_actor 2 times"),
+    ("a = 1\nmine(ppo)", (2, 0), [("run", 4, (2, 0))], [(2, 0)] * 4, "a = 1",
+     "`mine(ppo)` is not in the script; it had called update_actor 4 times"),
     ("with lab.overlap():\n    ppo.run(1)\n    ppo.run(9)", (3, 4),
-     [("ppo", "run", 1, (2, 4)), ("ppo", "run", 2, (3, 4))],
-     "with lab.overlap():\n    ppo.run(1)\n    ppo.run(2)", ""),
-    ("while True:\n    ppo.iterate()", (2, 4), [("ppo", "iterate", 1, (2, 4))] * 3,
-     "ppo.iterate()\nppo.iterate()\nppo.iterate()", ""),
-    ("while True:\n    mine(lab)", (2, 4), [], "", "had called update_actor 3 times"),
-    ("for n in range(9):\n    ppo.run(2)\n    look(n)", (3, 4), [("ppo", "run", 2, (2, 4))] * 3,
-     "for n in range(2):\n    ppo.run(2)\n    look(n)\nppo.run(2)", ""),
-    ("for n in range(9):\n    use(n)\n    ppo.run(2)", (3, 4), [("ppo", "run", 2, (3, 4))] * 2,
-     "for n in range(2):\n    use(n)\n    ppo.run(2)\nn = 2\nuse(n)", ""),
+     [("run", 1, (2, 4)), ("run", 2, (3, 4))], [(2, 4), (3, 4), (3, 4)], "",
+     "`with lab.overlap():` is not in the script; it had called update_actor 3 times"),
+    ("while True:\n    ppo.iterate()", (2, 4), [("iterate", 1, (2, 4))] * 3, [(2, 4)] * 3, "",
+     "`while True:` is not in the script; it had called update_actor 3 times"),
+    ("a = 1\nfor n in range(9):\n    mine(lab)", (3, 4), [], [(3, 4)] * 2, "a = 1",
+     "`for n in range(9):` is not in the script; it had called update_actor 2 times"),
+    ("if a:\n    update(b)\n    look(b)", (3, 4), [], [(2, 4)], "",
+     "`if a:` is not in the script; it had called update_actor 1 times"),
+    ("if a:\n    lab.move(p)\n    look(b)", (3, 4), [("move", 0, (2, 4))], [], "", "it had called move 1 times"),
+    ("for n in range(9):\n    f(n)", (2, 4), [], [], "", "`for n in range(9):` is not in the script; it had called no"),
+    ("a = 1\nupdate(b)", (2, 0), [], [(2, 0)], "a = 1", ""),  # the one call that failed
+    ("mine(lab)", None, [], [(1, 0)], "", "what it did is not known; it had called update_actor 1 times"),
+    ("no Python +", None, [], [], "", ""),
 ]  # fmt: skip
 
 
 def test_of_a_cell_that_did_not_end_there_is_what_it_did(subtests: pytest.Subtests) -> None:
-    for text, failed, calls, done, left in NOT_ENDED:
+    for text, failed, calls, stages, done, left in NOT_ENDED:
         with subtests.test(text=text, failed=failed):
-            made = Made([
-                MadeCall.of("algorithm", {"algorithm": "PPO", "name": name, "call": call, "iterations": n, "at": at,
-                                          "done": n == 2 or call == "iterate"})
-                for name, call, n, at in calls
-            ])  # fmt: skip
-            if left:
-                made.stages += [((2, 4), "update_actor")] * 3
+            of_ppo = {"algorithm": "PPO", "name": "ppo", "done": False}
+            made = Made(
+                [
+                    MadeCall.of("algorithm", {**of_ppo, "call": call, "iterations": n, "at": at})
+                    for call, n, at in calls
+                ],
+                [(at, "update_actor") for at in stages],
+            )
             found, lacks = done_of(Cell(1, text), failed, made)
-            assert "\n".join(line for line in found.splitlines() if not line.strip().startswith("#")) == done
+            assert "\n".join(line for line in found.splitlines() if not line.startswith("#")) == done
             assert left in " ".join(lacks) and bool(lacks) == bool(left)
-    ahead = {"algorithm": "PPO", "name": "ppo", "call": "run", "iterations": 2, "at": (1, 0), "staleness": 2}
-    made = Made([MadeCall.of("algorithm", {**ahead, "pause_after": 8, "done": False})])
+
+
+def test_of_a_run_that_was_interrupted_there_are_iterations_and_stages() -> None:
+    details = {"algorithm": "PPO", "name": "ppo", "call": "run", "iterations": 2, "at": (1, 0), "done": False}
+    ahead = {**details, "staleness": 2, "pause_after": 8}
+    made = Made([MadeCall.of("algorithm", ahead)])
     found, _ = done_of(Cell(1, "ppo.run(9, staleness=2, pause_after=8)"), (1, 1), made)
     assert found.splitlines()[-1] == "ppo.run(2, staleness=2, pause_after=8)"
+    call = MadeCall.of("algorithm", {**details, "stages": ["prompts", "generate_sequences"], "under_way": True})
+    found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
+    assert (
+        found
+        == """# interrupted: this is what it made
+ppo.run(2)
+for _ in range(2):
+    ppo.step()  # prompts, generate_sequences"""
+    )
+    call.finished_later = True
+    found, _ = done_of(Cell(1, "ppo.run(9)"), (1, 0), Made([call]))
+    assert found == "# interrupted: this is what it made; the next run finishes its last iteration\nppo.run(2)"

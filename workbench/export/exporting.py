@@ -85,13 +85,10 @@ def export_notebook(
     record = read_record(folders) if folders else Record((), {})
     told: list[str] = []
     missing = [*record.settings, *(record.lost if order == "run" else ())]
+    with _refusals():
+        cells = as_run(page, record, missing) if order == "run" else as_written(page, record, missing, told)
     script = script_of(
-        as_run(page, record, missing) if order == "run" else as_written(page, record, missing, told),
-        parameters=parameters,
-        loops=loops,
-        moves=moves,
-        placements=record.placements,
-        missing=missing,
+        cells, parameters=parameters, loops=loops, moves=moves, placements=record.placements, missing=missing
     )
     differing = doubts(page, record)
     if order == "run":  # in which nothing is out of order, and what left the page is there

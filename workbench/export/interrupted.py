@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ VALUES = (
 )
 
 MOST = 10**6  # iterations of one call
+NO_STAGES = ("move", "restart")  # calls that make none
 
 
 @dataclass
@@ -34,9 +36,9 @@ class MadeCall:
     """One call of an algorithm's `run`, `iterate`, `step` or `restart`, or a "move".
 
     name: the variable that held the algorithm, or the workbench that moved; "" for none. made_as: for that, the call
-    that makes such an algorithm. made: of which algorithm. iterations: that it ended. stages: what it made of the next
-    one. resumed: it began with the rest of an iteration. finished_later: another `run` took the stages over.
-    arguments: of `run`, beside the number of iterations, as a script writes them.
+    that makes such an algorithm. made: of which algorithm. by_panel: whether the panel made it. iterations: that it
+    ended. stages: what it made of the next one. resumed: it began with the rest of an iteration. finished_later:
+    another `run` took the stages over. arguments: of `run`, beside the number of iterations, as a script writes them.
     """
 
     call: str
@@ -46,7 +48,7 @@ class MadeCall:
     made: object
     lab: str
     at: Position | None
-    by: str
+    by_panel: bool
     iterations: int
     stages: tuple[str, ...]
     under_way: bool
@@ -62,15 +64,15 @@ class MadeCall:
         title, lab = _name(details.get("algorithm")), _name(details.get("lab"))
         own = (f"wb.{title}", title) if title else ()
         stages, iterations = details.get("stages"), details.get("iterations")
+        named = [plain_text(" ".join(str(stage).split()))[:60] for stage in stages] if isinstance(stages, list) else []
         given = [(name, details.get(name)) for name in ("staleness", "pause_after")]
         return cls(
             call="move" if kind == "move" else str(details.get("call")), algorithm=title or "an algorithm",
             name=lab if kind == "move" else _name(details.get("name")),
             made_as=expression(str(details.get("made_as", "")), own) or "", made=details.get("id"), lab=lab,
-            at=position_of(details.get("at")), by=_one_line(details.get("by") or "", 120),
+            at=position_of(details.get("at")), by_panel=bool(details.get("by")),
             iterations=min(max(iterations, 0), MOST) if isinstance(iterations, int) else 0,
-            stages=tuple(_one_line(stage, 60) for stage in stages) if isinstance(stages, list) else (),
-            under_way=bool(details.get("under_way")), resumed=bool(details.get("resumed")),
+            stages=tuple(named), under_way=bool(details.get("under_way")), resumed=bool(details.get("resumed")),
             done=bool(details.get("done", True)),
             arguments="".join(f", {name}={n}" for name, n in given if type(n) is int and n),
             placement=(expression(str(details.get("placement"))) or "") if kind == "move" else "",
@@ -90,20 +92,15 @@ class Made:
     calls: list[MadeCall] = field(default_factory=list)
     stages: list[tuple[Position | None, str]] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """How often each stage was called, also by algorithms; and what is no stage."""
+        others = [call.call for call in self.calls if call.call in NO_STAGES]
+        counts = Counter([stage for _, stage in self.stages if stage] + others)
+        return ", ".join(f"{name:.60} {count} times" for name, count in counts.items()) or "no stage"
+
     def add(self, other: Made) -> None:
         self.calls += other.calls
         self.stages += other.stages
-
-
-def mark_finished(calls: Sequence[MadeCall]) -> None:
-    """Mark the calls whose last iteration a later `run` finished."""
-    last: dict[str, MadeCall] = {}
-    for call in calls:
-        if call.call != "move":
-            before = last.get(call.algorithm)
-            if before is not None and call.resumed and before.under_way:
-                before.finished_later = True
-            last[call.algorithm] = call
 
 
 def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list[str], set[str], list[str]]:
@@ -115,8 +112,6 @@ def written(calls: Sequence[MadeCall], made_names: dict[str, str]) -> tuple[list
     needs: set[str] = set()
     left: list[str] = []
     for call in calls:
-        if not (call.iterations or call.stages or call.call in ("restart", "move")):
-            continue
         name = call.name or made_names.get(str(call.made), "")
         if call.call == "move":
             if not (name and call.placement):
@@ -208,149 +203,46 @@ def _name(given: Any) -> str:
     return given if good else ""
 
 
-def _one_line(given: object, most: int) -> str:
-    return plain_text(" ".join(str(given).split()))[:most]
-
-
-MULTIPLIED = ast.For | ast.While | ast.AsyncFor | ast.comprehension
-
-
 def done_of(cell: Cell, failed: Position | None, made: Made) -> tuple[str, list[str]]:
-    """The text of what a cell had done, and a sentence for each thing that the text lacks. failed: the place of the
-    statement that did not end; None: nowhere in particular, so that only calls of algorithms are known."""
-    text = python_of(cell)
-    body = ast.parse(text).body
-    if failed is None:
-        lines, left = _calls(made.calls)
-        return "\n".join(lines), left
-    at = next((n for n, node in enumerate(body) if _has(node, failed)), None)
-    if at is None:
-        return "", [f"what it did is not known: {text.strip().splitlines()[0]:.60}"]
-    ended = text.split("\n")[: first_line(body[at]) - 1]
-    if at and (body[at - 1].end_lineno or 0) >= first_line(body[at]):  # a; b
-        ended.append(text.split("\n")[body[at].lineno - 1].encode()[: body[at].col_offset].decode().rstrip("; "))
-    try:
-        lines, left = _part(body[at], failed, made)
-    except RecursionError:
-        lines, left = [], ["what it did stands in an expression that is nested too deeply"]
-    return "\n".join([*ended, *lines]).rstrip(), left
-
-
-def _has(node: ast.stmt, place: Position) -> bool:
-    start, end = (first_line(node), 0 if first_line(node) < node.lineno else node.col_offset), (
-        node.end_lineno or 0, node.end_col_offset or 0)  # fmt: skip
-    return start <= place < end
-
-
-def _part(node: ast.stmt, failed: Position, made: Made) -> tuple[list[str], list[str]]:
-    """Of a statement that did not end, the lines that do what it did; and what they lack."""
+    """The text of what a cell had done before it failed or was interrupted, and a sentence for what the text lacks: the
+    statements that had ended, and what the last one did, if it is a call of an algorithm. failed: the place of that
+    statement; None: the cell was no Python, or the place is not known."""
+    text = "" if failed is None else python_of(cell)
+    node = next((one for one in ast.parse(text).body if failed is not None and _has(one, failed)), None)
+    if node is None:
+        return "", [f"what it did is not known; it had called {made}"] * bool(made.calls or made.stages)
+    lines, row = text.split("\n"), first_line(node) - 1
+    above, line = lines[:row], lines[row].encode()
+    ended = "\n".join([*above, line[: node.col_offset].decode()]).rstrip("; \n")  # a; b
     inside = Made(
         [call for call in made.calls if call.at is None or _has(node, call.at)],
         [one for one in made.stages if one[0] is not None and _has(node, one[0])],
     )
-    if not inside.calls and not inside.stages:
-        return [], []
-    bodies = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
-    suites = (body for body in bodies if isinstance(body, list) and any(_has(one, failed) for one in body))
-    suite: list[ast.stmt] | None = next(suites, None)
-    if suite is not None and isinstance(node, ast.For | ast.With | ast.If | ast.Try):
-        at = next(n for n, one in enumerate(suite) if _has(one, failed))
-        turns = _turns(node, suite, at, inside) if isinstance(node, ast.For) else 0
-        if turns is not None:
-            last, left = _part(suite[at], failed, _of_last_turn(inside, suite[at], turns))
-            partial = [*(ast.unparse(one) for one in suite[:at]), *last]
-            if isinstance(node, ast.With):
-                head = ast.unparse(node).split("\n")[0]
-                return [head, *(f"    {line}" for one in partial for line in one.split("\n"))] if partial else [], left
-            if isinstance(node, ast.For):
-                return [*_whole_turns(node, turns), *_turn_name(node, turns, partial), *partial], left
-            return partial, left
-    calls, left = _calls(inside.calls)
-    if len(inside.calls) == 1 and inside.calls[0].call == "run" and (same := _with_count(node, inside.calls[0])):
-        calls = [same, *(line for line in calls if ".run(" not in line)]
-    return _told(inside, calls), left + _direct(node, inside)
+    if (called := _call_of(node, inside)) is not None:
+        return "\n".join(filter(None, [ended, *called])), []
+    block = sum(isinstance(one, ast.stmt) for one in ast.walk(node)) > 1
+    if not (block or inside.calls) and [at for at, _ in inside.stages] in ([], [failed]):  # nothing had ended
+        return ended, []
+    return ended, [f"`{line[node.col_offset :].decode():.60}` is not in the script; it had called {inside}"]
 
 
-def _calls(calls: Sequence[MadeCall]) -> tuple[list[str], list[str]]:
-    lines, _, left = written([call for call in calls if call.name], {})
-    return lines, left + [f"{call} is not in the script" for call in calls if not call.name]
+def _has(node: ast.stmt, place: Position) -> bool:
+    return (first_line(node), node.col_offset) <= place < (node.end_lineno or 0, node.end_col_offset or 0)
 
 
-def _told(inside: Made, lines: list[str]) -> list[str]:
-    """The lines with a comment above them."""
-    if not lines:
-        return []
-    last = inside.calls[-1]
-    more = "; the next run finishes its last iteration" if last.finished_later else ""
-    return [f"# interrupted: this is what it made{more}", *lines]
-
-
-def _direct(node: ast.stmt, inside: Made) -> list[str]:
-    """What a statement called without an algorithm, and more than once: how much of it ended is not known."""
-    stages = [stage for _, stage in inside.stages]
-    if inside.calls or len(stages) < 2:
-        return []
-    counts = ", ".join(f"{name} {stages.count(name)} times" for name in dict.fromkeys(stages) if name)
-    return [f"`{ast.unparse(node).splitlines()[0]:.60}` is not in the script; it had called {counts}"]
-
-
-def _with_count(node: ast.stmt, call: MadeCall) -> str:
-    """`ppo.run(10, every=2)` with as many iterations as it made; "" where it is written otherwise."""
-    value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
-    if isinstance(value, ast.Await):
-        value = value.value
-    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == f"{call.name}.run" and call.iterations):
-        return ""
-    count = ast.Constant(call.iterations)
-    if value.args:
-        value.args[0] = count
-    for given in value.keywords:
-        if given.arg == "iterations":
-            given.value = count
-    return ast.unparse(value)
-
-
-def _turns(node: ast.For, suite: list[ast.stmt], at: int, made: Made) -> int | None:
-    """How many turns of `for x in range(n)`, or `lab.iterations(n)`, had ended when a statement of its body did not;
-    None where that cannot be told."""
-    called = node.iter.func if isinstance(node.iter, ast.Call) else None
-    name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
-    plain = name in ("range", "iterations") and isinstance(node.iter, ast.Call) and len(node.iter.args) == 1
-    if (
-        suite is not node.body
-        or not plain
-        or any(isinstance(one, MULTIPLIED) for one in ast.walk(ast.Module(suite, [])))
-    ):
+def _call_of(node: ast.stmt, made: Made) -> list[str] | None:
+    """Lines that do what an interrupted call of an algorithm did; None if the statement is no such call."""
+    if len(made.calls) != 1 or not isinstance(node, ast.Expr | ast.Assign):
         return None
-    found = set[int]()
-    for n, one in enumerate(suite):
-        calls = [call for call in made.calls if call.at is not None and _has(one, call.at)]
-        stages = [place for place, _ in made.stages if place is not None and _has(one, place)]
-        count = sum(call.done for call in calls) if calls else stages.count(stages[0]) if stages else None
-        if count is None or (n == at and not calls and len(suite) > 1 and found):
-            continue
-        found.add(count - 1 if n < at or (n == at and not calls) else count)
-    return found.pop() if len(found) == 1 and min(found) >= 0 else None
-
-
-def _of_last_turn(made: Made, node: ast.stmt, turns: int) -> Made:
-    """What a statement of a loop called in its last turn."""
-    calls = [call for call in made.calls if call.at is not None and _has(node, call.at)]
-    return Made(calls[turns:] if turns else calls, [one for one in made.stages if one[0] is not None][-1:])
-
-
-def _whole_turns(node: ast.For, turns: int) -> list[str]:
-    if not turns or not isinstance(node.iter, ast.Call):
-        return []
-    node.iter.args[0] = ast.Constant(turns)
-    node.orelse = []
-    return ["# interrupted: these are the turns that it made", *ast.unparse(node).split("\n")]
-
-
-def _turn_name(node: ast.For, turns: int, partial: Sequence[str]) -> list[str]:
-    """The value of the loop's variable in the turn that did not end, where that turn reads it."""
-    first = 0 if isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range" else 1
-    names = {one.id for text in partial if not text.startswith("#") for one in ast.walk(ast.parse(text))
-             if isinstance(one, ast.Name)}  # fmt: skip
-    target = ast.unparse(node.target)
-    return [f"{target} = {turns + first}"] if target in names else []
+    (call,) = made.calls
+    called = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+    found = next((one for one in called if ast.unparse(one.func) == f"{call.name}.{call.call}"), None)
+    lines, _, left = written([call], {})
+    if found is None or left or any(at != call.at for at, _ in made.stages):
+        return None
+    if call.call == "run" and call.iterations:  # its other arguments are as they were written
+        found.args = [ast.Constant(call.iterations)]
+        found.keywords = [one for one in found.keywords if one.arg != "iterations"]
+        lines[0] = ast.unparse(found)
+    more = "; the next run finishes its last iteration" if call.finished_later else ""
+    return [f"# interrupted: this is what it made{more}", *lines] if lines else []

@@ -4,7 +4,6 @@ execution numbers."""
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any
 from workbench.errors import BadInput
 from workbench.errors.plain_text import shown
 from workbench.export.cells import Cell, Notebook, python_of
-from workbench.export.interrupted import Made, MadeCall, done_of, expression, mark_finished, position_of, written
+from workbench.export.interrupted import NO_STAGES, Made, MadeCall, done_of, expression, position_of, written
 from workbench.export.statements import Statement, statements_of
 from workbench.session.run_record import RunCell
 from workbench.telemetry.store import TelemetryStore
@@ -53,7 +52,7 @@ def read_record(folders: Iterable[Path]) -> Record:
     elsewhere: list[tuple[int, MadeCall, str, int]] = []
     opened: dict[str, int] = {}
     lost: list[str] = []
-    everything: list[MadeCall] = []
+    latest: dict[str, MadeCall] = {}  # of each algorithm
     for folder in folders:
         name, last, open_cells = "", -1, dict[int, Made]()
         for kind, details in _events(folder):
@@ -92,23 +91,24 @@ def read_record(folders: Iterable[Path]) -> Record:
                     placements[name] = target
             if kind == ALGORITHM or (kind == "move" and "cell" in details):
                 call = MadeCall.of(kind, details)
-                everything.append(call)
+                if call.resumed and (before := latest.get(call.algorithm)) and before.under_way:
+                    before.finished_later = True
+                latest[call.algorithm] = call
+                if not (call.iterations or call.stages or call.call in NO_STAGES):
+                    continue
                 if isinstance(details.get("cell"), int) and details["cell"]:
                     open_cells.setdefault(details["cell"], Made()).calls.append(call)
                 else:
                     elsewhere.append((last, call, name, opened.get(name, 0)))
-    mark_finished(everything)
     called = ((place, call, opened.get(name, 0) > times) for place, call, name, times in elsewhere)
     return Record(tuple(runs), placements, tuple(settings), made, tuple(called), tuple(lost))
 
 
 def _lost(number: int, made: Made) -> str:
     """Of a cell that was under way when its kernel ended: it is not among those that were run."""
-    stages = Counter(stage for _, stage in made.stages if stage)
-    called = ", ".join(f"{name:.60} {count} times" for name, count in stages.items())
     return (
         f"In [{number}] was under way when its kernel ended, and is not among the cells that were run. It called "
-        f"{called or 'no stage'}: a script in the order of the run does not"
+        f"{made}: a script in the order of the run does not"
     )
 
 
@@ -224,10 +224,8 @@ def _until_failure(cell: Cell, notebook: Notebook, record: Record, told: list[st
     made = [record.made.get(place, Made()) for place, run in enumerate(record.runs) if run in runs]
     if any(one.calls or one.stages for one in made):
         return cell
-    done, rest = "", cell.text
-    if runs[-1].failed is not None:
-        done, _ = done_of(cell, runs[-1].failed, Made())
-        rest = python_of(cell)[len(done) :]
+    done, _ = done_of(cell, runs[-1].failed, Made())
+    rest = (python_of(cell) if done else cell.text)[len(done) :]
     cut = replace(cell, text=done)
     others = [cut, *(other for other in notebook.code if other is not cell and other.exported)]
     if _names(cell)[0] & _needed(others) - {name for other in others for name in _names(other)[0]}:
@@ -267,7 +265,7 @@ def with_calls(cells: Sequence[Cell], record: Record, ends: Mapping[int, Cell], 
             lacks = ", ".join(sorted(needs.difference(*bound[-1:])))
             missing.append(f"the panel, {where}, called {'; '.join(lines)}, and no cell makes {lacks}")
             continue
-        by = "the panel" if any(call.by for call in calls) else "a button or a thread"
+        by = "the panel" if any(call.by_panel for call in calls) else "a button or a thread"
         text = "\n".join([f"# by {by}, not by a cell", *lines])
         behind.setdefault(ready, []).append(Cell(0, text, by=f"the panel, {where}"))
     return [one for n, cell in enumerate(cells) for one in (cell, *behind.get(n, ()))]
@@ -293,27 +291,18 @@ def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]
         order.append(waiting_title.pop(0))
     for place, run in enumerate(record.runs):
         on_page = next((cell for cell in notebook.code if run in record.run_of(cell)), None)
-        if run.done:
-            cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
+        cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
+        if run.done or run.failed is not None:
             cell = replace(cell, text=_text_of(run, on_page, notebook))
-        else:
-            cell = _cut(run, record.made.get(place, Made()), on_page, notebook, missing)
+        if not run.done and (on_page is None or on_page.exported):
+            done, left = done_of(cell, run.failed, record.made.get(place, Made()))
+            missing += [f"{cell} ended with an error: {line}" for line in left]
+            cell = replace(cell, text=done)
         if not cell.blank:
             order += above.pop(on_page.number, []) if on_page is not None else []
             order.append(cell)
         ends[place] = cell
     return with_calls(order, record, ends, missing)
-
-
-def _cut(run: RunCell, made: Made, on_page: Cell | None, notebook: Notebook, missing: list[str]) -> Cell:
-    """A cell that failed, with what it had done alone."""
-    cell = replace(on_page or Cell(0, "", id=run.id), count=run.number)
-    if run.failed is None and not made.calls:  # it was no Python
-        return replace(cell, text="")
-    cell = replace(cell, text=_text_of(run, on_page, notebook))
-    text, left = done_of(cell, run.failed, made)
-    missing += [f"{cell} ended with an error: {line}" for line in left]
-    return replace(cell, text=text)
 
 
 def _text_of(run: RunCell, on_page: Cell | None, notebook: Notebook) -> str:

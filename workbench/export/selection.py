@@ -291,7 +291,7 @@ def _missing(name: str, statement: Statement, makers: dict[str, list[Cell]], lef
     if name in SHOWN_LAST or (name[:1] == "_" and name[1:].lstrip("i").isdigit()):
         return BadInput(value, "it is what the notebook showed last, and a script shows nothing", "give it a name")
     if name not in makers:
-        rule = "no cell of the notebook makes it: the cell that did was deleted or changed, or is tagged `skip-export`"
+        rule = "no cell makes it: the one that did was deleted, changed or interrupted, or is tagged `skip-export`"
         return BadInput(value, rule, "add the cell again; `Restart Kernel and Run All Cells` shows what is missing")
     if left_out:
         rule = f"the line of {makers[name][0]} that makes it is left out: it needs a notebook around it"
