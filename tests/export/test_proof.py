@@ -114,6 +114,12 @@ def test_a_script_with_an_option_output_of_its_own_is_refused(tmp_path: Path) ->
         prove(tmp_path / "x.ipynb", 'def main(\n    OUTPUT: str = "x",\n) -> None: ...\n', {})
 
 
+def test_a_value_that_the_notebook_cannot_be_given_is_refused(tmp_path: Path) -> None:
+    script = "def main(\n    M: int = 1, N: int = 2,\n) -> None: ...\n"
+    with expect_error(BadInput, value="a proof with N", remedy="tag the cell"):
+        prove(page(tmp_path, "M = 1", "N = 2"), script, {"M": 3, "N": 3})
+
+
 def page(folder: Path, *cells: str) -> Path:
     """A notebook of code cells; the first one has the parameters."""
     code: list[dict[str, Any]] = [

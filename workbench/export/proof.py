@@ -111,7 +111,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
 def _notebook_command(
     path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path
 ) -> list[str]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content, apart = json.loads(path.read_text(encoding="utf-8")), settings.keys() & parameters_of(script)
     for number, cell in enumerate(content["cells"], 1):
         if TAGS & set(cell.get("metadata", {}).get("tags", ())):
             source = "".join(cell["source"])
@@ -119,6 +119,10 @@ def _notebook_command(
                 parameter.name for parameter in take_parameters(statements_of(Cell(number, source, tags=TAGS)))[0]
             }
             cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
+            apart -= own_names
+    if apart:
+        rule = "the notebook is given its value in a cell tagged `parameters`"
+        raise BadInput(f"a proof with {min(apart)}", rule, "tag the cell that assigns it, in place of --parameters")
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")
     where = [str(written), str(path.parent.resolve())]
