@@ -132,7 +132,8 @@ def measured(case: Case) -> Row:
         backend = "cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     role, device, recorder = role_model(case), torch.device(case.device), Recorder()
-    model = Qwen2ForCausalLM(role.config).eval()
+    with device:  # initialised there
+        model = Qwen2ForCausalLM(role.config).eval()
     if role.adapter is not None:
         add_lora(model, role.adapter, 0)
     module: Any = TokenLogProbs(model, micro_batch_tokens=case.tokens) if role.head == "lm" else (

@@ -194,7 +194,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     given = vars(parser.parse_args())
     found = measure(given.pop("model"), **given)
-    hopper = torch.cuda.is_available() and "H100" in torch.cuda.get_device_name() and given["dtype"] == "bfloat16"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    hopper = ("H100" in name or "H200" in name) and given["dtype"] == "bfloat16"
     print(table_of(found, H100_BF16 if hopper else None))
 
 

@@ -85,7 +85,7 @@ def test_only_the_owner_can_enter_a_run_folder(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_deepspeed_works_again_after_closing_and_beside_another(
-    kernel: dict[str, str], tmp_path: Path, zero_stage: int
+    kernel: dict[str, str], tmp_path: Path, zero_stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {
         "engine": "deepspeed", "training": {"zero_stage": zero_stage}, "backend": "inline", "devices": 1,
@@ -98,6 +98,10 @@ def test_deepspeed_works_again_after_closing_and_beside_another(
         expected = train(lab)
     assert settings() == (kernel, 1)
     assert not dist.is_initialized()
+    from deepspeed.accelerator import cuda_accelerator, real_accelerator
+
+    # as after a workbench on a GPU: DeepSpeed has one kind of device a process
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", cuda_accelerator.CUDA_Accelerator())
     long = tiny_lab("long", tmp_path, **options)
     with tiny_lab("short", tmp_path, **options) as short:
         assert train(short) == expected

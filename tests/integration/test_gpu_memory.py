@@ -68,7 +68,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(tmp_p
         before, total = budget.tokens, torch.cuda.get_device_properties(0).total_memory
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1.5 * GIB) / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5 * GIB) / total)
         try:
             algorithm.iterate()
         finally:

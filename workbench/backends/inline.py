@@ -24,7 +24,8 @@ from workbench.workers.host import Host
 # What a host's `join` sets, and DeepSpeed reads; where compiled layers are kept.
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", CACHE
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", CACHE,
+    "DS_ACCELERATOR",
 )  # fmt: skip
 
 

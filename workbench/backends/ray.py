@@ -39,7 +39,8 @@ BACK = "lab.recover() starts it again; all goes on from the last checkpoint, unl
 LOOKS = frozenset(("status", "describe", "fetch", "lengths", "shard_keys", "source_files", "stale_sources"))
 # variables that are a host's own, wherever the notebook runs
 OF_HOSTS = (
-    "CUDA_VISIBLE_DEVICES", "RAY_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GLOO_", "NCCL_"
+    "CUDA_VISIBLE_DEVICES", "RAY_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GLOO_", "NCCL_",
+    "DS_ACCELERATOR",
 )  # fmt: skip
 # A host on a CPU takes a share of cores that the placement declares, not what Ray counts: slots may be more than cores.
 CPU_SHARE = 0.001

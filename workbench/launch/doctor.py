@@ -130,7 +130,7 @@ def examine(*, deep: bool = False) -> Report:
         probe = pool.submit(_run, _DEVICES) if deep else None
         engines = list(pool.map(imported if deep else looked_at, ENGINES))
         seen = None if probe is None else probe.result().stdout.splitlines()
-    builds = _builds(gpus, cuda_of("torch"), _said_by_driver() if gpus else "")
+    builds = _builds(gpus, cuda_of_torch(), _said_by_driver() if gpus else "")
     checks = (*engines, _versions(), _compiler(), _devices(gpus, seen), *builds, *_machine())
     return Report((*checks, _bundled_model(), _sandbox()), deep)
 
@@ -172,9 +172,8 @@ def _problems(engine: Engine) -> Iterator[tuple[str, str]]:
             yield f"{file} is missing: the package is not whole, or for another Python", MAKE
     if "transformers" in engine.modules and _folders("torchvision"):
         # one that was built for another torch takes every transformers model with it
-        torch, torchvision = cuda_of("torch"), cuda_of("torchvision")
-        if torch != torchvision:
-            builds = [f"CUDA {cuda}" if cuda else "the CPU" for cuda in (torchvision, torch)]
+        builds = [build[1] for package in ("torchvision", "torch") if (build := _told(package, BUILD))]
+        if len({*builds}) > 1:
             yield f"torchvision is built for {builds[0]}, torch for {builds[1]}", UNINSTALL
 
 
@@ -195,13 +194,19 @@ def _folders(package: str) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-def cuda_of(package: str) -> str | None:
-    """The CUDA version that torch or torchvision was built for, as its version.py says; None: for the CPU."""
-    for folder in _folders(package):
-        if (file := folder / "version.py").is_file():
-            found = re.search(r"^cuda\b.*= *'([^']+)'", file.read_text(), re.MULTILINE)
-            return found[1] if found else None
-    return None
+BUILD = r"^__version__ *= *'[^'+]*\+([^']+)'"  # "cu130" or "cpu" of "2.13.0+cu130"; not every build says it
+
+
+def _told(package: str, pattern: str) -> re.Match[str] | None:
+    """What version.py of torch or torchvision says."""
+    files = (folder / "version.py" for folder in _folders(package))
+    return next((re.search(pattern, file.read_text(), re.MULTILINE) for file in files if file.is_file()), None)
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that torch was built for; None: for the CPU."""
+    found = _told("torch", r"^cuda\b.*= *'([^']+)'")
+    return found[1] if found else None
 
 
 def _versions() -> Check:

@@ -273,7 +273,8 @@ def checked_loss(
                 f"it is a tensor [rows, tokens] of shape {list(shape)}, or [rows] of shape {list(shape[:1])}; the mean "
                 "over the tokens inside the mask, or over the rows, is reported",
             )
-        found[name] = value.detach().float() if not value.is_floating_point() else value.detach()
+        value = value.detach().to(loss.device)
+        found[name] = value if value.is_floating_point() else value.float()
     return loss, found
 
 

@@ -170,7 +170,8 @@ def start_engine(
 ) -> Any:  # fmt: skip
     """Build the engine (a collective call of the default group). lora: of an adapter that it will be given."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine's core in this process, not in a child
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several processes share the cores

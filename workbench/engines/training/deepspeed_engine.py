@@ -84,9 +84,12 @@ class DeepSpeedEngine(TrainingEngine):
         self._sharded_bf16 = dtype == torch.bfloat16 and self._stage > 0
         self.loss_scale = LossScale() if dtype == torch.float16 else None
         environment = {"RANK": self._rank, "WORLD_SIZE": self._world_size, "LOCAL_RANK": device.index or 0}
-        for name, value in (environment | {"DS_ACCELERATOR": device.type}).items():
+        for name, value in environment.items():
             os.environ.setdefault(name, str(value))
+        os.environ["DS_ACCELERATOR"] = device.type
         deepspeed = _import_deepspeed()
+        if deepspeed.accelerator.get_accelerator().device_name() != device.type:  # that of an earlier workbench
+            deepspeed.accelerator.real_accelerator.ds_accelerator = None  # it is asked for anew
 
         stored = torch.bfloat16 if self._sharded_bf16 else torch.float32
         loaded = torch.device("cpu") if settings.cuts_weights else device
@@ -142,6 +145,7 @@ class DeepSpeedEngine(TrainingEngine):
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device in each pass
             "zero_optimization": {
                 "stage": self._stage,
                 "reduce_bucket_size": max(1, min(bucket, trained)),
