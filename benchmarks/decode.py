@@ -12,6 +12,7 @@ is what the engine draws with. Prints medians; the ratio is to vLLM without seed
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -62,6 +63,8 @@ def measure(case: Case) -> dict[str, list[float]]:
         command = [sys.executable, __file__, "--side", side, "--case", json.dumps(asdict(case))]
         # not from the project's folder: its datasets/ would stand before the library of that name
         environment = {**os.environ, "PYTHONPATH": search_path()}
+        if importlib.util.find_spec("flashinfer") is None:  # by default vLLM's own sampler asks for it on a GPU
+            environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         done = subprocess.run(
             command, cwd=tempfile.gettempdir(), env=environment, capture_output=True, text=True, check=False
         )

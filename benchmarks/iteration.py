@@ -13,6 +13,7 @@ in the same process. Where lengths differ, tokens are counted. Prints a line a s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -175,6 +176,8 @@ def alone(side: str, case: Case, peers: str = PEERS) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, "--peers", peers, "--case", json.dumps(asdict(case))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    if importlib.util.find_spec("flashinfer") is None:  # by default vLLM's own sampler asks for it on a GPU
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if side == "trl":  # which `import workbench` would set
         environment["THP_MEM_ALLOC_ENABLE"] = "0"
     # not from the project's folder: its datasets/ would stand before the library of that name

@@ -184,6 +184,12 @@ def _check_installed(description: Description) -> None:
     wanted |= {m.generation.engine for m in judges if m.generation} - {"transformers"}
     if actor and actor.adapter:
         wanted.add("peft")
+        if description.device == "cuda" and actor.dtype == "float32" and "vllm" in wanted:
+            raise BadInput(
+                f"{actor.adapter} in float32 with Generation(engine='vllm') on a GPU",
+                "vLLM's kernels of adapters compute in bfloat16 or float16 there",
+                "leave dtype out, or use Generation(engine='transformers')",
+            )
     if any(m.training and m.trained and m.training.optimizer == "adamw_8bit" for m in description.models.values()):
         wanted.add("bitsandbytes")
     if description.backend == "ray":

@@ -89,20 +89,14 @@ class VllmDecoding(Decoding):
         return len(self._running)
 
     def __enter__(self) -> VllmDecoding:
-        if not self._keep_cache:
-            self._engine.reset_prefix_cache()
+        if not self._keep_cache and not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM still computes for rows of an earlier call, and keeps what it cached for them")
         self._stack.enter_context(_live_objects_uncollected())
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._stack, self._working():
-            core = self._client.engine_core
-            # of a step that broke off before its tokens were drawn: vLLM would refuse every later one
-            self._engine.model_executor.driver_worker.worker.model_runner.execute_model_state = None
-            self._client.abort_requests(list(self._running))
-            # the step that was launched ahead for rows that have ended comes before weights or prefix cache change
-            while core.batch_queue:  # None where steps are not launched ahead
-                core.step_fn()
+            _abort(self._engine)
 
     def _add(
         self, row: int, prompt_ids: Sequence[int], seed: int, room: int, ends: Endings, begun: Sequence[int]
@@ -164,6 +158,17 @@ def _request(engine: Any, token_ids: Sequence[int], params: Any, adapter: Any) -
     )
     engine.engine_core.add_request(request)
     return name
+
+
+def _abort(engine: Any) -> None:
+    """Leave no row in vLLM, as a call that broke off would."""
+    core = engine.engine_core.engine_core
+    # of a step that broke off before its tokens were drawn: vLLM would refuse every later one
+    engine.model_executor.driver_worker.worker.model_runner.execute_model_state = None
+    engine.engine_core.abort_requests(list(core.scheduler.requests))
+    # the step that was launched ahead for rows that have ended comes before weights or prefix cache change
+    while core.batch_queue:  # None where steps are not launched ahead
+        core.step_fn()
 
 
 def sampling_params(sampling: Sampling, end_ids: frozenset[int], seed: int, room: int, vocabulary: int) -> Any:
@@ -252,17 +257,17 @@ class VllmEngine(GenerationEngine):
         # idle: it was not used since it was last sent to sleep, or on a CPU since it started
         self._sleeps, self._asleep, self._idle = sleeps, set[str](), not sleeps
         self._exact = dtype == torch.float32 and device.type == "cuda"
-        if lora is not None and not takes_adapter(config, lora):
-            raise BadInput(
-                f"{lora} with Generation(engine='vllm')",
-                f"vLLM cannot hold it beside a {' or '.join(config.architectures or ('model',))}, and added to the "
-                "weights a small change would be rounded away",
-                "use Generation(engine='transformers'), or train the whole model",
-            )
         self._lora, self.takes_adapter = lora, lora is not None
         self._adapter: Any = None  # what rows are sent with, once there is an adapter
         starting = span("start", note="starting vLLM")
         with starting, computing_threads(threads), process_kept(device), exact_products(self._exact):
+            if lora is not None and not takes_adapter(config, lora):
+                raise BadInput(
+                    f"{lora} with Generation(engine='vllm')",
+                    f"vLLM cannot hold it beside a {' or '.join(config.architectures or ('model',))}, and added to the "
+                    "weights a small change would be rounded away",
+                    "use Generation(engine='transformers'), or train the whole model",
+                )
             self._engine: Any = start_engine(
                 Path(model_path), settings, dtype, device, sleeps=sleeps, cache_bytes=cache_bytes, lora=self._lora
             )
@@ -292,12 +297,16 @@ class VllmEngine(GenerationEngine):
         from vllm.inputs.engine import tokens_input
 
         self._wake("kv_cache")
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        # with a seed, as vLLM draws one from numpy's global generator else
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
         with self._working():  # it reads nothing of the prefix cache, as nothing that asks for prompt_logprobs does
-            self._engine.add_request("0", tokens_input(list(token_ids)), params, lora_request=self._adapter)
-            outputs: list[Any] = []
-            while not outputs or not outputs[-1].finished:
-                outputs += self._engine.step()
+            try:
+                self._engine.add_request("0", tokens_input(list(token_ids)), params, lora_request=self._adapter)
+                outputs: list[Any] = []
+                while not outputs or not outputs[-1].finished:
+                    outputs += self._engine.step()
+            finally:
+                _abort(self._engine)
         entries = outputs[-1].prompt_logprobs[1:]  # an entry may also hold the likeliest token
         return torch.tensor([entry[token].logprob for token, entry in zip(token_ids[1:], entries, strict=True)])
 
