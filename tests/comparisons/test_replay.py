@@ -120,11 +120,51 @@ def test_what_a_recovery_undid_is_not_made_again(tmp_path: Path, capsys: pytest.
         frame = wb.replay(folder, grpo(lab))
         assert frame["largest_difference"].tolist()[:3] == [0.0] * 3 and frame["largest_difference"][4] > 0
         inserted = "GRPO.same=inserted after compute_reward"
-        left_out = ["GRPO.clip=0.02 in the middle of iteration 4", "edited ['reward']", inserted]
+        left_out = ["edited ['reward']", inserted, "GRPO.clip=0.02 in the middle of iteration 4"]
         assert (
             frame.attrs["left_out"] == left_out
             and f"not repeated as it was: {', '.join(left_out)}" in capsys.readouterr().out
         )
+
+
+def test_what_each_stage_took_is_repeated_or_named(tmp_path: Path) -> None:
+    with tiny_lab("turns", tmp_path, backend="inline", models=MODELS) as lab:
+        algorithm, other = grpo(lab), grpo(lab)
+        algorithm.run(2, staleness=1)
+        saved = lab.save(tmp_path / "two", models=False).folder
+        algorithm.run(1, staleness=1)
+        lab.recover(saved)
+        algorithm.run(2)  # nothing ahead
+        lab.actor.training.take({"schedule": "cosine", "total_steps": 40})  # neither alone
+        algorithm.replace("update_actor", epochs=2)
+        algorithm.run(1)
+        other.clip = 0.01
+        other.replace("update_actor", epochs=1)
+        other.run(1)
+        algorithm.run(1)
+        folder = lab.run_folder
+    with tiny_lab("again", tmp_path, backend="inline", models=MODELS) as lab:
+        frame = wb.replay(folder, grpo(lab))
+        assert frame["largest_difference"].tolist() == [0.0] * 7 and frame.attrs["left_out"] == []
+    with tiny_lab("named", tmp_path, backend="inline", models=MODELS) as lab:
+        algorithm = grpo(lab)
+        while algorithm.next_stage != "update_actor":
+            algorithm.step()
+        saved = lab.save(tmp_path / "in one", models=False).folder
+        algorithm.iterate()
+        lab.actor.training.learning_rate = 3e-3  # stays when the roles are put back
+        lab.recover(saved)
+        algorithm.iterate()
+        algorithm.replace("update_actor", epochs=2)
+        algorithm.loss = lambda log_prob, old_log_prob, advantages: -(log_prob - old_log_prob).exp() * advantages
+        algorithm.run(1)
+        grpo(lab).run(1)
+        folder = lab.run_folder
+    with tiny_lab("last", tmp_path, backend="inline", models=MODELS) as lab:
+        left_out = wb.replay(folder, grpo(lab)).attrs["left_out"]
+        assert left_out[0] == "lab.actor.training with {'learning_rate': 0.003} in the middle of iteration 1"
+        assert left_out[1].startswith("GRPO.loss=function ")
+        assert left_out[2:] == ["GRPO.update_actor as another GRPO has it"]
 
 
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:

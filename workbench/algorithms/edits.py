@@ -378,8 +378,7 @@ class StageEdits(LiveFields, ABC):
 
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
-        plain = {stage: as_plain(arguments or {}) for stage, arguments in self._replaced.items()}
-        return {stage: arguments for stage, arguments in plain.items() if arguments}
+        return {stage: plain for stage, given in self._replaced.items() if (plain := as_plain(given or {}))}
 
     def _take_arguments(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what `_kept_arguments` gave; what was replaced since stays as it is."""
@@ -430,10 +429,10 @@ class StageEdits(LiveFields, ABC):
         for name, value in arguments.items():
             old = None if was.get(name) is Parameter.empty else was.get(name)
             old, new = (value_in_effect({**was, **arguments}, name, one) for one in (old, value))
-            self._note_edit(f"{stage}.{name}{how}", old, new)
+            self._note_edit(f"{stage}.{name}{how}", old, new, noted=bool(as_plain({name: value})))
 
-    def _note_edit(self, what: str, before: Any, after: Any) -> None:
-        self.lab.runner.live.note(f"{type(self).__name__}.{what}", before, after)
+    def _note_edit(self, what: str, before: Any, after: Any, *, noted: bool = False) -> None:
+        self.lab.runner.live.note(f"{type(self).__name__}.{what}", before, after, noted=noted)
 
 
 def _with_arguments(stage: str, arguments: Mapping[str, Any], graph: Graph) -> Graph:

@@ -133,7 +133,7 @@ class LiveFields(NamedAttributes):
             others = [path for path in self._changed if fields or not path.startswith(f"{name}.")]
             self._changed = dict.fromkeys([*others, *changes])
         for path, (old, new) in changes.items():
-            self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new)
+            self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new, noted=True)
 
     def _is_changed(self, path: str) -> bool:
         """Whether a field, a field of its settings, or the settings that have it, was assigned while it lived."""
@@ -270,24 +270,31 @@ EVENT = "algorithm"
 _under_way: set[int] = set()  # algorithms of which a call is under way, by id
 
 
-def note_settings(algorithm: Algorithm, noted: Mapping[str, Any], of_run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Record the fields of an algorithm that are not as they were noted before, and the arguments of its `run` that
-    are given, or were; what is noted now. What `finish` adapts
-    is recorded once, and nothing of an arm of a comparison, after which all is as before. Stages that `replace` edited
-    are among the run's changes."""
-    lab = algorithm.lab
-    settings = flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
-    settings = {**{name: value for name, value in of_run.items() if value or name in noted}, **settings}
-    adapted = algorithm.state().keys() if noted else ()
-    changed = {  # by repr: NaN is as itself
-        name: value
-        for name, value in settings.items()
-        if name not in adapted and (name not in noted or repr(noted[name]) != repr(value))
-    }
-    if not changed or lab.runner.snapshots.open:
-        return noted
-    lab.telemetry.append_settings(type(algorithm).__name__, lab.iteration + 1, changed)
-    return settings
+def note_settings(algorithm: Algorithm, of_run: Mapping[str, Any], under_way: bool, **given: Any) -> None:
+    """Record all that the next stage takes, where it is not as it was noted last: `values` of fields, and of arguments
+    of `run` that are given, or were; `training` of roles that was assigned; arguments that `replace` and `once` gave;
+    `others`, changes that no file can hold, in words. What `finish` adapts is recorded once, and nothing of an arm of a
+    comparison, after which all is as before. under_way: whether the iteration has begun."""
+    lab, title, models = algorithm.lab, type(algorithm).__name__, algorithm.lab.description.models
+    noted = lab.position.noted.get(title, {"values": {}, "replace": {}})
+    before, replaced = noted["values"], given["replace"]
+    values = {name: value for name, value in of_run.items() if value or name in before}
+    values |= flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
+    adapted = algorithm.state().keys() if algorithm.ended_iterations else ()
+    assigned = [(role, name) for role, name in lab.description.changed if role in models]
+    training = {of: {name: getattr(models[of].training, name) for role, name in assigned if role == of}
+                for of, _ in assigned}  # fmt: skip
+    gone = [stage for stage, known in noted["replace"].items() if known.keys() - replaced.get(stage, {}).keys()]
+    row = {
+        "values": values | {name: before[name] for name in adapted if name in before},
+        "training": {role: as_plain(fields) for role, fields in training.items()}, "replace": replaced,
+        "once": {stage: as_plain(arguments) for stage, arguments in given["once"].items()},
+        "others": lab.runner.live.others | dict.fromkeys(f"{title}.{one} as another {title} has it" for one in gone),
+    }  # fmt: skip
+    # by repr: NaN is as itself; what holds once may hold once more
+    if not lab.runner.snapshots.open and (repr(row) != repr(noted) or (row["once"] and not under_way)):
+        lab.telemetry.append_settings(title, lab.iteration + (not algorithm.made), **row, under_way=under_way)
+        lab.position.noted[title] = row
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
@@ -67,7 +66,6 @@ class Algorithm(StageEdits):
     _ended = 0
     _made_in: Cell | None = None
     _from_buffer: Sequence[WaitingRollouts] = ()  # what the iteration under way drew there, until an update uses it
-    _noted: Mapping[str, Any] = MappingProxyType({})  # the settings that the record of the run has
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of fields before the dataclass's `__init__`, which would raise a `TypeError`."""
@@ -123,17 +121,14 @@ class Algorithm(StageEdits):
             self._end()
             return self.made[stage.name]
         of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
-        if not self._under_way:
+        if not (under_way := self._under_way):
             graph.check_columns()  # before prompts are drawn
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted, self._by_hand = True, False, False
             self._run_before = self.lab.runner.counters.run
-            self._noted = note_settings(self, self._noted, of_run)
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
-        elif self._staleness > (self._noted.get("staleness") or 0):  # of its `run`s, the one that draws most ahead
-            self.lab.telemetry.append_settings(type(self).__name__, self.lab.iteration + (not self.made), of_run)
-            self._noted = {**self._noted, **of_run}
+        note_settings(self, of_run, under_way, replace=self._kept_arguments(), once=once)
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:
@@ -250,7 +245,7 @@ class Algorithm(StageEdits):
         """Go back to the end of an iteration, from which it may be continued."""
         self._under_way, self._from_buffer = False, ()
         self.made.clear()
-        self._iteration, self._noted = iteration, {}  # what was noted since counts no more
+        self._iteration = iteration
         self.taken_up = False
 
     def iterate(self) -> dict[str, float]:

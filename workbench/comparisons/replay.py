@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from workbench.support.validation import PositiveInt
 if TYPE_CHECKING:
     from workbench.algorithms.loop import Algorithm
 
-NUMBERS = (bool, int, float)
 OF_RUN = ("staleness", "pause_after")  # among the recorded settings of an algorithm: arguments of its `run`
 
 
@@ -60,7 +60,7 @@ def replay(
             f"it is another run, which has iterations of such an algorithm; there: {known}",
             "make the algorithm with which it ran",
         )
-    assigned = [one["change"] for one in here.changes() if ".training." in one.get("setting", "")]
+    assigned = [one["change"] for one in here.changes() if ".training." in one["change"].partition(" ")[0]]
     if lab.iteration or len(lab.buffer) or assigned:
         raise BadInput(
             f"replay in iteration {lab.iteration}" + (f", after {assigned[0]}" if assigned else ""),
@@ -72,25 +72,32 @@ def replay(
     ended = np.logical_and.reduce([columns.notna().any(axis=1) for columns in updates if len(columns.columns)])
     last = int((wanted.index[ended] if np.any(ended) else wanted.index).max())
     last = min(last, iterations or last)
-    others = [one for one in there.algorithms if one != title and min(there.changed_settings(one), default=0) <= last]
+    others = [
+        one for one in there.algorithms if one != title and min(there.changed_settings(one), default=(0,))[0] <= last
+    ]
     if others or wanted.index.min() > 1:
         raise BadInput(
             f"replay of run {there.name} by {title}",
             f"{others[0]} had iterations among its {last}" if others else "it went on from a checkpoint of another run",
             "only iterations of one algorithm, from the first on, can be made again",
         )
-    settings, how = there.changed_settings(title), dict[str, Any].fromkeys(OF_RUN)
-    changes, left_out = _changes(there, algorithm, last)
+    recorded, how, left_out = there.changed_settings(title), dict[str, Any](), list[str]()
     for number in range(1, last + 1):
-        changed = settings.get(number, {})
-        how |= {name: changed[name] for name in OF_RUN if name in changed}
-        if number > 1:
-            left_out += [
-                name for name in changed if name not in OF_RUN and not _assigned(algorithm, name, changed[name])
-            ]
-        left_out += [one["change"] for one in changes.get(number, ()) if not _repeated(algorithm, one)]
-        algorithm.run(1, staleness=how["staleness"] or 0, pause_after=how["pause_after"])
-    if left_out:
+        for row, changes in recorded.get((number, False), ()):
+            how = row["values"]
+            left_out += [_in_words(title, *one) for one in changes if not _made(algorithm, *one)]
+        inside = recorded.get((number, True), ())
+        # of its `run`s, the one that drew furthest ahead
+        furthest = max([how, *(row["values"] for row, _ in inside)], key=lambda values: values.get("staleness") or 0)
+        algorithm.run(1, staleness=furthest.get("staleness") or 0, pause_after=furthest.get("pause_after"))
+        for row, changes in inside:
+            how = row["values"]
+            for part, name, value in changes:
+                if name != "staleness":
+                    left_out.append(f"{_in_words(title, part, name, value)} in the middle of iteration {number}")
+                if part != "once":  # which was over then
+                    _made(algorithm, part, name, value)
+    if left_out := list(dict.fromkeys(left_out)):
         print(f"not repeated as it was: {', '.join(left_out)}")
     found = diff(there.folder, lab)
     frame = _compared(here, there)
@@ -100,58 +107,28 @@ def replay(
     return frame
 
 
-def _assigned(algorithm: Algorithm, name: str, value: Any) -> bool:
-    """Assign a recorded setting, such as "clip" or "sampling/temperature"; whether it could be."""
-    *path, last = name.split("/")
-    target: Any = algorithm
-    for part in path:
-        target = getattr(target, part, None)
-    if not hasattr(target, last) or not (
-        value is None or isinstance(value, NUMBERS) or isinstance(getattr(target, last), str)
-    ):
-        return False
-    setattr(target, last, value)
-    return True
+def _in_words(title: str, part: str, name: str, value: Any) -> str:
+    return {
+        "values": f"{title}.{name}={value}", "training": f"lab.{name}.training with {value}", "others": name,
+        "replace": f"{title}.{name} with {value}", "once": f"{title}.{name} with {value} once",
+    }[part]  # fmt: skip
 
 
-def _changes(there: RunFolder, algorithm: Algorithm, last: int) -> tuple[dict[int, list[dict[str, Any]]], list[str]]:
-    """What else than fields was changed, by the number of the iteration before which it was; and what was changed in
-    the middle of an iteration, where stages of it came behind."""
-    begun, stages = there.begun(), {*algorithm.graph().names}
-    reported = [one for one in there.reported() if one[2] in stages]
-    found, inside = dict[int, list[dict[str, Any]]](), list[str]()
-    for change in there.changes(fields_too=True):
-        at, once = change["time_s"], change.get("setting", "").endswith(" once")
-        behind = [(number, counts) for time, number, counts in begun if time >= at]
-        since, now, counted = next((one for one in reversed(begun) if one[0] < at), (0.0, 0, False))
-        until = min((time for time, _, _ in begun if time >= at), default=np.inf)
-        rows = [(time, stage) for time, number, stage in reported if number == now and since < time < until]
-        # stages that a cell calls again behind the iteration are none of it
-        later = {stage for time, stage in rows if time > at} - {stage for time, stage in rows if time <= at}
-        if later and counted and now <= last:
-            inside.append(f"{change['change']} in the middle of iteration {now}")
-        if once and ((change["setting"].split(".")[1] in later and now) or not (behind and behind[0][1])):
-            continue  # its run was in that iteration, or was taken back
-        if not change["field"]:
-            number = next((number for number, counts in behind if counts), last + 1)
-            found.setdefault(number, []).append(change)
-    return found, inside
-
-
-def _repeated(algorithm: Algorithm, change: dict[str, Any]) -> bool:
-    """Make a change of a role's settings, "lab.actor.training.learning_rate", or of an argument of a stage,
-    "PPO.update_actor.epochs" (with " once" behind it), again; whether it could be."""
-    path, _, once = change.get("setting", "").partition(" ")
-    if not change.get("exact"):
-        return False
-    with suppress(WorkbenchError, KeyError):
-        match path.split("."):
-            case ["lab", role, "training", name]:
-                setattr(algorithm.lab.groups[role].training, name, change["after"])
-                return True
-            case [title, stage, name] if title == type(algorithm).__name__:
-                (algorithm.once if once else algorithm.replace)(stage, **{name: change["after"]})
-                return True
+def _made(algorithm: Algorithm, part: str, name: str, value: Any) -> bool:
+    """Make a recorded change; whether it could be made."""
+    with suppress(WorkbenchError, AttributeError):
+        match part:
+            case "values" if name not in OF_RUN:
+                *path, last = name.split("/")
+                target = reduce(getattr, path, algorithm)
+                if not isinstance(getattr(target, last), str) and isinstance(value, str):
+                    return False  # it stands for something else
+                setattr(target, last, value)
+            case "training" if value:
+                algorithm.lab.runner.live.retrain(name, value)
+            case "replace" | "once":
+                getattr(algorithm, part)(name, **value)
+        return part != "others"
     return False
 
 

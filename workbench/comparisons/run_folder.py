@@ -21,6 +21,7 @@ from workbench.telemetry.store import json_rows
 METRICS, SETTINGS, EVENTS = Path("metrics.jsonl"), Path("settings.jsonl"), Path("events.jsonl")
 TAIL_BYTES = 256 * 2**10  # of the metrics and events, from their end: the last iteration lies in it
 X = ("samples", "tokens", "seconds")  # columns of `RunFolder.series` that count up
+Change = tuple[str, str, Any]  # of settings: the part of the row, see `note_settings`, a name in that, the value
 ROWS, TIME, ITERATION = "rows", "time_s", "iteration"
 BACK = ("recovered", "restored")  # events after which a run is at an earlier iteration
 
@@ -57,23 +58,13 @@ class RunFolder:
             found.setdefault(row["algorithm"], row["values"])
         return found
 
-    def changed_settings(self, algorithm: str) -> dict[int, dict[str, Any]]:
-        """By iteration, the settings with which an algorithm began, and those that were others from then on."""
-        found: dict[int, dict[str, Any]] = {}
-        for row, changed in _changed(filter(self._counts(), self._rows(SETTINGS))):
+    def changed_settings(self, algorithm: str) -> dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]]:
+        """By iteration, and whether it was under way: settings of an algorithm from then on, and what has changed."""
+        found: dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]] = {}
+        for row, changes in _changed(filter(self._counts(), self._rows(SETTINGS))):
             if row["algorithm"] == algorithm:
-                found.setdefault(row[ITERATION], {}).update(changed)
+                found.setdefault((row[ITERATION], row.get("under_way", False)), []).append((row, changes))
         return found
-
-    def begun(self) -> list[tuple[float, int, bool]]:
-        """When each iteration began, its number, and whether it counts, see `series`."""
-        counts = self._counts()
-        rows = [{TIME: row[TIME], **row["details"]} for row in self._rows(EVENTS) if row["event"] == ITERATION]
-        return [(row[TIME], row[ITERATION], counts(row)) for row in rows]
-
-    def reported(self) -> list[tuple[float, int, str]]:
-        """When each stage of training reported, of which iteration, and its name."""
-        return [(row[TIME], row[ITERATION], row["stage"]) for row in _training(self._rows(METRICS))]
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
@@ -91,26 +82,22 @@ class RunFolder:
                       for name, value in values.items()}  # fmt: skip
         return {**self.record.settings, **algorithms}
 
-    def changes(self, *, fields_too: bool = False) -> list[dict[str, Any]]:
-        """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements;
-        with what the event of a change says. fields_too: with the events of an algorithm's fields, in place of what
-        its iterations say of them."""
-        found, seen, fields = [], set(), set[str]()
-        for row, values in _changed(self._rows(SETTINGS)):
+    def changes(self) -> list[dict[str, Any]]:
+        """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
+        found, fields = [], set[str]()
+        for row, changes in _changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
-            if algorithm in seen and values and not fields_too:
-                changed = ", ".join(f"{algorithm}/{name}={value}" for name, value in values.items())
-                found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": changed})
-            seen.add(algorithm)
-            fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in values}
+            if changed := [f"{algorithm}/{name}={value}" for part, name, value in changes if part == "values"]:
+                found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": ", ".join(changed)})
+            fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in row["values"]}
         for row in self._rows(EVENTS):
             said, kind = row["details"], row["event"]
             noted = kind == "setting" and ".".join(said["setting"].split(".")[:2]) in fields
-            if kind in ("reload", "move", "setting") and (fields_too or not noted):
+            if kind in ("reload", "move", "setting") and not noted:
                 words = {"reload": f"edited {said.get('modules') or said.get('changed')}",
                          "move": f"placement {said.get('placement')}",
                          "setting": f"{said.get('setting')}={said.get('after')}"}[kind]  # fmt: skip
-                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words, "field": noted, **said})
+                found.append({TIME: row[TIME], ITERATION: said.get(ITERATION), "change": words})
         return sorted(found, key=lambda row: row[TIME])
 
     def last_metrics(self) -> tuple[int, dict[str, float]]:
@@ -239,13 +226,19 @@ def _values(row: dict[str, Any]) -> dict[str, float]:
     return {f"{row['stage']}/{name}": float(value) for name, value in row["values"].items()}
 
 
-def _changed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Rows of settings, each with those of its values that are not as earlier rows of its algorithm had them."""
-    known: dict[str, dict[str, Any]] = {}
+def _changed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Change]]]:
+    """Rows of settings, each with what is not as its algorithm's row before had it. The first begins with its fields,
+    and each iteration with all of "once"."""
+    newest: dict[str, dict[str, Any]] = {}
     for row in rows:
-        values, before = row["values"], known.setdefault(row["algorithm"], {})
-        yield row, {name: value for name, value in values.items() if name not in before or before[name] != value}
-        before |= values
+        before, newest[row["algorithm"]] = newest.get(row["algorithm"], {"values": row["values"]}), row
+        yield row, [
+            (part, name, value)
+            for part, values in row.items() if isinstance(values, dict)
+            for name, value in values.items()
+            if (part == "once" and not row["under_way"])
+            or name not in (known := before.get(part, {})) or repr(known[name]) != repr(value)
+        ]  # fmt: skip
 
 
 def readable(run: RunFolder) -> bool:

@@ -192,6 +192,7 @@ class Move:
             )
             with stoppable(self._title, left), uninterrupted():
                 self._switch()
+                self._runner.live.others[f"placement {self._change.new!r}"] = None
                 self._runner.telemetry.append_event(
                     "move", placement=repr(self._change.new), before=repr(self._change.old),
                     moved_bytes=self._change.total_bytes, seconds=(took_s := time.monotonic() - began),

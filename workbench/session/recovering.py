@@ -92,6 +92,7 @@ def _recover(
     except BaseException:
         hosts.lost |= dict.fromkeys((info.pool for info in hosts.infos), RECOVERY)
         raise
+    position.noted.clear()  # it counts no more
     if (algorithm := position.algorithm) is not None:
         position.put_back(algorithm)
     runner.interrupted.forget(behind=0)

@@ -147,6 +147,7 @@ class Reloader:
         self._hosts.record()
         self._note_notebook_code(models)
         self._runner.telemetry.append_event("reload", modules=sorted(texts), changed=list(report.changed))
+        self._runner.live.others[f"edited {sorted(texts) or list(report.changed)}"] = None
         for line in report.processes["kernel"].not_run:
             print(f"this kernel has not run, and a new one does: {line}")
         return report

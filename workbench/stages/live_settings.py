@@ -42,6 +42,7 @@ class LiveSettings:
     def __init__(self, runner: StageRunner) -> None:
         self._runner, self._hosts = runner, runner.hosts
         self.count = 0  # of changes, for what shows them
+        self.others: dict[str, None] = {}  # changes that no file can hold, in words
 
     def retrain(self, role: str, values: Mapping[str, Any]) -> None:
         """Change fields of a role's training. `BadInput`, with nothing changed, where it cannot be."""
@@ -50,7 +51,8 @@ class LiveSettings:
             before, changed = self._retrain(role, values)
             after = self._hosts.description.models[role].training
         for name in changed:
-            self.note(f"lab.{role}.training.{name}", getattr(before, name), getattr(after, name))
+            value = getattr(after, name)
+            self.note(f"lab.{role}.training.{name}", getattr(before, name), value, noted=_plain(value) == value)
         if "learning_rate" in changed and after is not None and (doubt := after.doubt(role)):
             print(doubt)
 
@@ -84,14 +86,15 @@ class LiveSettings:
         self._runner.groups.follow_hosts()
         return before, changed
 
-    def note(self, setting: str, before: Any, after: Any) -> None:
-        """Record that a setting was changed, when, and by which cell; exact: whether `after` is the value itself."""
+    def note(self, setting: str, before: Any, after: Any, *, noted: bool = False) -> None:
+        """Record that a setting was changed, when, and by which cell. noted: whether `note_settings` has its value."""
         cell, iteration, kept = running_cell(), self._runner.counters.iteration, _plain(after)
         self.count += 1
+        if not noted:
+            self.others[f"{setting}={kept}"] = None
         self._runner.telemetry.append_event(
             EVENT, setting=setting, before=_plain(before), after=kept, iteration=iteration,
-            cell=None if cell is None else cell.number, cell_id="" if cell is None else cell.id,
-            by=_by.get(), exact=isinstance(after, type(kept)),
+            cell=None if cell is None else cell.number, cell_id="" if cell is None else cell.id, by=_by.get(),
         )  # fmt: skip
         self._runner.ownership.record()
 

@@ -173,10 +173,11 @@ class TelemetryStore:
         """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
         self._append("events", [{"time_s": time.time(), "event": event, "details": details}])
 
-    def append_settings(self, algorithm: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """Add the settings of an algorithm, plain values by name, as they are from an iteration on."""
+    def append_settings(self, algorithm: str, iteration: int, values: Mapping[str, Any], **others: Any) -> None:
+        """Add the settings of an algorithm, plain values by name, as they are from an iteration on. others: what else
+        its stages depend on, see `note_settings`."""
         row = {"time_s": time.time(), "iteration": iteration, "algorithm": algorithm}
-        self._append("settings", [{**row, "values": dict(values)}])
+        self._append("settings", [{**row, "values": dict(values), **others}])
 
     def append_memory(self, readings: Iterable[MemoryReading]) -> None:
         """Add what hosts said of their memory, and which of them said nothing."""
