@@ -86,7 +86,7 @@ def test_a_sample_of_lengths_is_stretched_and_models_may_be_as_given() -> None:
 
 
 def test_wrong_input_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with expect_error(ModelUnavailable, value="llama-14b", remedy="name a size .llama-7b"):
+    with expect_error(ModelUnavailable, value="llama-14b", remedy="or a size: llama-7b"):
         asked("llama-14b")
     with expect_error(BadInput, value="across='speed'", rule="link_speed", remedy="write across="):
         asked(across="speed")
