@@ -325,6 +325,7 @@ def test_responses_that_paused_go_on_beside_new_ones(opened: Opened, tmp_path: P
     waiting = lab.buffer.df()["prompt_uid"].nunique() + sum(found.group_count for found in lab.buffer.waiting)
     assert waiting >= 4  # as many as staleness=2 lets be under way, those that paused among them
     ages = lab.buffer.groups()["age_steps"]
+    assert ages.nunique() > 1
     assert lab.buffer.clear(older_than=int(ages.min())) == sum(ages > ages.min())
     assert lab.buffer.groups()["age_steps"].tolist() == [ages.min()] * sum(ages == ages.min())
 

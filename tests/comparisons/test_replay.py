@@ -164,7 +164,42 @@ def test_what_each_stage_took_is_repeated_or_named(tmp_path: Path) -> None:
         left_out = wb.replay(folder, grpo(lab)).attrs["left_out"]
         assert left_out[0] == "lab.actor.training with {'learning_rate': 0.003} in the middle of iteration 1"
         assert left_out[1].startswith("GRPO.loss=function ")
-        assert left_out[2:] == ["GRPO.update_actor as another GRPO has it"]
+        assert left_out[2:] == ["GRPO.update_actor without the epochs of before"]
+
+
+def test_what_adapts_what_replaced_functions_take_and_a_run_that_begins_again(tmp_path: Path) -> None:
+    models = {**MODELS, "critic": TINY, "reference": TINY}
+
+    def ppo(lab: wb.Workbench) -> wb.PPO:
+        return wb.PPO(lab, prompts=2, sampling=LONG, kl_coefficient=0.1, kl_target=0.01)
+
+    def scored(batch: wb.Batch, bonus: float = 0.0) -> wb.Batch:
+        return lab.reward.compute_reward(batch)
+
+    with tiny_lab("adapts", tmp_path, backend="inline", models=models) as lab:
+        algorithm = ppo(lab)
+        algorithm.run(2)
+        algorithm.kl_coefficient = 0.5
+        algorithm.replace("compute_reward", scored)
+        algorithm.replace("compute_reward", bonus=1.0)
+        algorithm.run(1)
+        ppo(lab).run(1)
+        folder = lab.run_folder
+    with tiny_lab("named", tmp_path, backend="inline", models=models) as lab:
+        left_out = wb.replay(folder, ppo(lab)).attrs["left_out"]
+        assert left_out[0] == "PPO.kl_coefficient=0.5" and left_out[2] == "PPO.compute_reward.bonus=1.0"
+        assert left_out[1].startswith("PPO.compute_reward=") and left_out[3].startswith("another PPO, with a kl_coeff")
+    with tiny_lab("begun", tmp_path, backend="inline", models=MODELS) as lab:
+        saved = lab.save(tmp_path / "none", models=False).folder
+        grpo(lab).run(1)
+        lab.recover(saved)
+        begun = grpo(lab)
+        begun.clip = 0.01
+        begun.run(2)
+        folder = lab.run_folder
+    with tiny_lab("anew", tmp_path, backend="inline", models=MODELS) as lab:
+        frame = wb.replay(folder, grpo(lab))
+        assert frame["largest_difference"].tolist() == [0.0, 0.0] and frame.attrs["left_out"] == []
 
 
 def test_what_is_not_the_same_is_said_and_what_cannot_be_replayed_refused(recorded: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from workbench.engines.generation.base import GenerationEngine, Response
 from workbench.errors import BadInput
 from workbench.settings.engines import Sampling
 
+# a cache of 4 GB: vLLM keeps a Python object for each block
+GPU_FRACTION = 4e9 / torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0.2
 MAX_MODEL_TOKENS = 64
 PROMPTS = [[1, 30, 31, 32], [1, 40], [1, 50, 51, 52, 53, 54, 55, 56, 57], [1, 60, 61], [1, 40], [1, 100, 101, 102]]
 SEEDS = [11, 12, 13, 14, 15, 16]

@@ -25,7 +25,7 @@ NAME = "tiny-llama-tied"
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama-tied"])
 def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
     device, model = torch.device("cuda"), load_causal_lm(name)
-    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.03)
+    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=cases.GPU_FRACTION)
     engine = VllmEngine(resolve(name), settings, dtype=torch.float32, device=device, sleeps=True)
     try:
         greedy = Sampling(max_new_tokens=8, temperature=0)
@@ -49,7 +49,7 @@ def test_sleep_frees_the_device_until_the_next_sync(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def engine():
-    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=0.03)
+    settings = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, gpu_memory_fraction=cases.GPU_FRACTION)
     made = VllmEngine(resolve(NAME), settings, dtype=torch.float32, device=torch.device("cuda"))
     yield made
     made.close()

@@ -28,7 +28,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
-SETTINGS = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, kv_cache_gib=0.1, gpu_memory_fraction=0.03)
+SETTINGS = Generation(max_model_tokens=cases.MAX_MODEL_TOKENS, kv_cache_gib=0.1, gpu_memory_fraction=cases.GPU_FRACTION)
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if ON_GPU else "cpu")
 

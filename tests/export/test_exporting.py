@@ -313,11 +313,11 @@ NOT_ENDED: list[tuple[str, Any, list[Any], list[Any], str, str]] = [
     ("a = 1\nfor n in range(9):\n    mine(lab)", (3, 4), [], [(3, 4)] * 2, "a = 1",
      "`for n in range(9):` is not in the script; it had called update_actor 2 times"),
     ("if a:\n    update(b)\n    look(b)", (3, 4), [], [(2, 4)], "",
-     "`if a:` is not in the script; it had called update_actor 1 times"),
-    ("if a:\n    lab.move(p)\n    look(b)", (3, 4), [("move", 0, (2, 4))], [], "", "it had called move 1 times"),
+     "`if a:` is not in the script; it had called update_actor 1 time"),
+    ("if a:\n    lab.move(p)\n    look(b)", (3, 4), [("move", 0, (2, 4))], [], "", "it had called move 1 time"),
     ("for n in range(9):\n    f(n)", (2, 4), [], [], "", "`for n in range(9):` is not in the script; it had called no"),
     ("a = 1\nupdate(b)", (2, 0), [], [(2, 0)], "a = 1", ""),  # the one call that failed
-    ("mine(lab)", None, [], [(1, 0)], "", "what it did is not known; it had called update_actor 1 times"),
+    ("mine(lab)", None, [], [(1, 0)], "", "what it did is not known; it had called update_actor 1 time"),
     ("no Python +", None, [], [], "", ""),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from tests.fuzz.damage import harmless
 from workbench.errors import BadInput
 from workbench.export import export_notebook
 from workbench.export.cells import Cell, Notebook, read_notebook
-from workbench.export.interrupted import Made, expression
+from workbench.export.interrupted import Made, MadeCall, expression
 from workbench.export.proof import compare_runs
 from workbench.export.recorded import Record, as_run, doubts, find_record, read_record
 from workbench.session.run_record import RunCell, digest_of
@@ -347,6 +347,17 @@ def test_of_a_cell_that_a_script_does_without_nothing_is_said() -> None:
     assert [cell.text for cell in order if cell.exported] == ["n = 1"]
     assert missing == ["a deleted cell (In [3]) ended with an error: what it did is not known; it had called "
                        "update_actor 2 times"]  # fmt: skip
+
+
+def test_what_a_panel_ran_comes_behind_the_cells_before_an_interrupted_loop() -> None:
+    texts = ["ppo = make()", "ppo.clip = 0.1", "for turn in range(3):\n    update(lab)"]
+    runs = tuple(
+        RunCell("k", n, f"c{n}", digest_of(text), n < 3, None if n < 3 else (1, 0)) for n, text in enumerate(texts, 1)
+    )
+    cells = tuple(Cell(n, text, id=f"c{n}") for n, text in enumerate(texts, 1))
+    call = MadeCall.of("algorithm", {"call": "run", "algorithm": "PPO", "name": "ppo", "iterations": 2, "by": "panel"})
+    order = as_run(Notebook("x", cells), Record(runs, {}, elsewhere=((2, call, False),)), [])
+    assert [cell.text for cell in order] == [*texts[:2], "# by the panel, not by a cell\nppo.run(2)"]
 
 
 def recorded(folder: Path, cells: Sequence[tuple[str, str]]) -> list[Path]:

@@ -42,7 +42,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Workbench]:
     with tiny_lab("files", tmp_path_factory.mktemp("runs"), backend="inline", models=models) as lab:
         batch = lab.actor.generate_sequences(lab.prompts.next(2), max_new_tokens=2)
         lab.report("mine", {"mean": 1.5})
-        lab.telemetry.append_settings("PPO", 1, {"clip": 0.2, "stop": ["a"]})
+        more: dict[str, Any] = {"replace": {"update_actor": {"epochs": 2}}, "once": {}, "others": {"a move": None}}
+        lab.telemetry.append_settings("PPO", 1, {"clip": 0.2, "stop": ["a"]}, **more, under_way=False)
         lab.telemetry.append_transfers([MOVED, MOVED])
         lab.telemetry.append_syncs([CHANGE, CHANGE])
         lab.reward.compute_reward(batch)

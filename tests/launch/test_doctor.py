@@ -90,7 +90,7 @@ def test_a_missing_package_and_a_package_without_its_compiled_file_are_found_by_
     assert doctor.looked_at(engine(monkeypatch, files=("packaging/__init__.*",))).ok
 
 
-@pytest.mark.parametrize("build", ["+cpu", "+cu118", ""])
+@pytest.mark.parametrize("build", ["+cpu", "+cu118", "", "a0+98f8b375"])
 def test_a_torchvision_built_for_another_torch_is_found_by_looking(
     build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_torchvision_built_for_another_torch_is_found_by_looking(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     check = doctor.looked_at("torch and transformers")
-    same = build in ("", f"+{torch.__version__.partition('+')[2]}")
+    same = build in ("", "a0+98f8b375", f"+{torch.__version__.partition('+')[2]}")
     assert check.ok == same
     if not same:
         assert f"torchvision is built for {build[1:]}, torch for " in check.found

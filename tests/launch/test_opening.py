@@ -117,6 +117,24 @@ def test_the_device_decides_the_dtype(device: str, dtype: str) -> None:
     assert described(dtype="float32").models["actor"].dtype == "float32"
 
 
+def test_an_adapter_in_float32_is_refused_where_vllm_on_a_gpu_would_compute_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(description_module, "device_count", lambda device: 1)
+
+    def described(dtype: str, engine: Any) -> Description:
+        return Description.of(
+            "one", models={"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}, device="cuda", address=None,
+            placement=None, prompts="arithmetic", training=None, generation=wb.Generation(engine=engine), devices=None, seed=0,
+            dtype=dtype, backend="inline",
+        )  # fmt: skip
+
+    described("bfloat16", "vllm")
+    described("float32", "transformers")
+    with expect_error(BadInput, value="in float32 with Generation.engine='vllm'", remedy="leave dtype out"):
+        described("float32", "vllm")
+
+
 def test_more_devices_than_gpus_share_these(monkeypatch: pytest.MonkeyPatch) -> None:
     """As slots share cores: each pool has one, and none of them communicates inside."""
     monkeypatch.setattr(description_module, "device_count", lambda device: 2)

@@ -61,7 +61,7 @@ def test_opening_says_what_of_the_rows_the_template_leaves_out(
     rows += [{"messages": [turns[0]], "tools": tools} for tools in (None, "[{not json", None, None)]
     tiny_lab("left-out", tmp_path, backend="inline", models={"actor": TINY}, prompts=rows).close()
     said = capsys.readouterr().out
-    assert "rows have 'tool_calls', 'tools', which the chat template of" in said
+    assert "the model does not see 'tool_calls', 'tools' of rows, which the chat template of" in said
     assert "column 'tools' of 1 rows is not shown to the model: it is no list of JSON schemas" in said
 
 

@@ -187,17 +187,16 @@ class Buffer:
     def clear(self, *, older_than: NonNegativeInt | None = None) -> int:
         """Throw groups away; how many. older_than: only those whose tokens the actor's weights have left behind by more
         optimizer steps; None: all."""
-        waiting, self.waiting, count = self.waiting, [], 0
-        for found in waiting:
-            if older_than is None:
-                count += found.group_count if found.whole else 0
-                continue
-            groups = found.groups() if found.whole else {}
-            young = [uid for uid, version in groups.items() if self._steps_since(version) <= older_than]
-            count += len(groups) - len(young)
-            if young or not found.whole:
-                self.waiting.append(found if len(young) == len(groups) else found.with_groups(young))
-        return count
+        kept, most = list[WaitingRollouts](), -1 if older_than is None else older_than
+        for found in self.waiting if older_than is not None else ():
+            if not found.whole or self.age(found) <= most:
+                kept.append(found)
+            elif "token_versions" in found.rollouts.names:  # groups of several weights
+                young = [uid for uid, version in found.groups().items() if self._steps_since(version) <= most]
+                kept += [found.with_groups(young)] if young else []
+        before, after = (sum(found.group_count for found in all_ if found.whole) for all_ in (self.waiting, kept))
+        self.waiting = kept
+        return before - after
 
     def forget_unmade(self) -> None:
         """Leave out what stages that were stopped, or failed, never made."""

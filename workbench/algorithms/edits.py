@@ -378,7 +378,7 @@ class StageEdits(LiveFields, ABC):
 
     def _kept_arguments(self) -> dict[str, dict[str, Any]]:
         """The arguments that `replace` gave, as far as a file can hold them."""
-        return {stage: plain for stage, given in self._replaced.items() if (plain := as_plain(given or {}))}
+        return {stage: plain for stage, given in [*self._replaced.items()] if (plain := as_plain(given or {}))}
 
     def _take_arguments(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what `_kept_arguments` gave; what was replaced since stays as it is."""
@@ -429,7 +429,8 @@ class StageEdits(LiveFields, ABC):
         for name, value in arguments.items():
             old = None if was.get(name) is Parameter.empty else was.get(name)
             old, new = (value_in_effect({**was, **arguments}, name, one) for one in (old, value))
-            self._note_edit(f"{stage}.{name}{how}", old, new, noted=bool(as_plain({name: value})))
+            noted = bool(as_plain({name: value})) and (bool(how) or self._replaced.get(stage) is not None)
+            self._note_edit(f"{stage}.{name}{how}", old, new, noted=noted)
 
     def _note_edit(self, what: str, before: Any, after: Any, *, noted: bool = False) -> None:
         self.lab.runner.live.note(f"{type(self).__name__}.{what}", before, after, noted=noted)

@@ -133,7 +133,9 @@ class LiveFields(NamedAttributes):
             others = [path for path in self._changed if fields or not path.startswith(f"{name}.")]
             self._changed = dict.fromkeys([*others, *changes])
         for path, (old, new) in changes.items():
-            self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new, noted=True)
+            mine: Any = self
+            noted = not mine.ended_iterations or name not in mine.state()  # of those that adapt no row has a change
+            self.lab.runner.live.note(f"{type(self).__name__}.{path}", old, new, noted=noted)
 
     def _is_changed(self, path: str) -> bool:
         """Whether a field, a field of its settings, or the settings that have it, was assigned while it lived."""
@@ -270,31 +272,40 @@ EVENT = "algorithm"
 _under_way: set[int] = set()  # algorithms of which a call is under way, by id
 
 
-def note_settings(algorithm: Algorithm, of_run: Mapping[str, Any], under_way: bool, **given: Any) -> None:
-    """Record all that the next stage takes, where it is not as it was noted last: `values` of fields, and of arguments
-    of `run` that are given, or were; `training` of roles that was assigned; arguments that `replace` and `once` gave;
-    `others`, changes that no file can hold, in words. What `finish` adapts is recorded once, and nothing of an arm of a
-    comparison, after which all is as before. under_way: whether the iteration has begun."""
+def note_settings(
+    algorithm: Algorithm, of_run: Mapping[str, Any], replaced: Mapping[str, Any], once: Mapping[str, Any]
+) -> None:
+    """Record what the next stage takes, where it is not as it was noted last.
+
+    The row has `values`, of fields and of those arguments of `run` that are given, or were; `training`, fields of roles
+    that were assigned; `replace` and `once`, arguments that these gave; and `others`, changes that none of these can
+    hold, in words. What `finish` adapts is recorded once, and nothing of an arm of a comparison, after which all is as
+    before. `under_way`: whether the iteration has made something.
+    """
     lab, title, models = algorithm.lab, type(algorithm).__name__, algorithm.lab.description.models
-    noted = lab.position.noted.get(title, {"values": {}, "replace": {}})
-    before, replaced = noted["values"], given["replace"]
+    by, noted = lab.position.noted.get(title, (None, {"values": {}, "replace": {}}))
+    before, others, adapts = noted["values"], lab.runner.live.others, algorithm.state().keys()
+    if by is not None and by() is not algorithm and adapts:
+        others[f"another {title}, with a {' and a '.join(adapts)} of its own"] = None
+    for stage, known in noted["replace"].items():
+        if gone := known.keys() - replaced.get(stage, {}).keys():
+            others[f"{title}.{stage} without the {' and the '.join(sorted(gone))} of before"] = None
     values = {name: value for name, value in of_run.items() if value or name in before}
     values |= flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
-    adapted = algorithm.state().keys() if algorithm.ended_iterations else ()
+    values |= {name: before[name] for name in adapts if algorithm.ended_iterations and name in before}
     assigned = [(role, name) for role, name in lab.description.changed if role in models]
     training = {of: {name: getattr(models[of].training, name) for role, name in assigned if role == of}
                 for of, _ in assigned}  # fmt: skip
-    gone = [stage for stage, known in noted["replace"].items() if known.keys() - replaced.get(stage, {}).keys()]
     row = {
-        "values": values | {name: before[name] for name in adapted if name in before},
-        "training": {role: as_plain(fields) for role, fields in training.items()}, "replace": replaced,
-        "once": {stage: as_plain(arguments) for stage, arguments in given["once"].items()},
-        "others": lab.runner.live.others | dict.fromkeys(f"{title}.{one} as another {title} has it" for one in gone),
+        "values": values, "training": {role: as_plain(fields) for role, fields in training.items()},
+        "replace": replaced, "once": {stage: as_plain(arguments) for stage, arguments in once.items()},
+        "others": dict(others),
     }  # fmt: skip
     # by repr: NaN is as itself; what holds once may hold once more
-    if not lab.runner.snapshots.open and (repr(row) != repr(noted) or (row["once"] and not under_way)):
-        lab.telemetry.append_settings(title, lab.iteration + (not algorithm.made), **row, under_way=under_way)
-        lab.position.noted[title] = row
+    if not lab.runner.snapshots.open and (repr(row) != repr(noted) or (row["once"] and not algorithm.made)):
+        under_way = bool(algorithm.made)
+        lab.telemetry.append_settings(title, lab.iteration + (not under_way), **row, under_way=under_way)
+        lab.position.noted[title] = weakref.ref(algorithm), row
 
 
 @contextmanager

@@ -121,14 +121,14 @@ class Algorithm(StageEdits):
             self._end()
             return self.made[stage.name]
         of_run = {"staleness": self._staleness, "pause_after": self._pause_after}
-        if not (under_way := self._under_way):
+        if not self._under_way:
             graph.check_columns()  # before prompts are drawn
             graph.check_corrections(type(self).__name__)
             self.made.clear()
             self._under_way, self._interrupted, self._by_hand = True, False, False
             self._run_before = self.lab.runner.counters.run
             self.lab.position.first_states.setdefault(type(self).__name__, self.state())
-        note_settings(self, of_run, under_way, replace=self._kept_arguments(), once=once)
+        note_settings(self, of_run, self._kept_arguments(), once)
         if self._staleness and stage.name not in {other.name for other in front(graph)}:
             fill(self.lab, graph, self._staleness, self._draw_ahead)
         if stage.role == "prompts" and not self.made:

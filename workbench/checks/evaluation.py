@@ -351,13 +351,15 @@ def _rows(lab: Lab, source: Any, n: int | None) -> list[PromptRow]:
     options |= reading(lab.description.prompts, options)
     prompts = prompts_of(options, lab.runner.batches.tokenizer)
     check_room(prompts, lab.description.generation)
-    if prompts.dropped:
-        print(f"evaluate: {', '.join(prompts.counts())}")
     if isinstance(prompts, StreamedPrompts):
         if n is None:
             raise BadInput("evaluate on a stream without n=", "its rows are not counted", "say how many: n=256")
-        return prompts.next(n, one_epoch=True)
-    return prompts.next(len(prompts) if n is None else min(n, len(prompts)))
+        found = prompts.next(n, one_epoch=True)
+    else:
+        found = prompts.next(len(prompts) if n is None else min(n, len(prompts)))
+    if prompts.dropped or prompts.cut:
+        print(f"evaluate: {', '.join(prompts.counts())}")
+    return found
 
 
 def _scores(column: Any) -> np.ndarray:

@@ -61,10 +61,24 @@ class RunFolder:
     def changed_settings(self, algorithm: str) -> dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]]:
         """By iteration, and whether it was under way: settings of an algorithm from then on, and what has changed."""
         found: dict[tuple[int, bool], list[tuple[dict[str, Any], list[Change]]]] = {}
-        for row, changes in _changed(filter(self._counts(), self._rows(SETTINGS))):
+        for row, changes in self._changed(filter(self._counts(), self._rows(SETTINGS))):
             if row["algorithm"] == algorithm:
                 found.setdefault((row[ITERATION], row.get("under_way", False)), []).append((row, changes))
         return found
+
+    def _changed(self, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Change]]]:
+        """Rows of settings, each with what is not as its algorithm's row before had it, the first with what is not as
+        it began, and each iteration with all of "once"."""
+        newest = {algorithm: {"values": values} for algorithm, values in self.algorithms.items()}
+        for row in rows:
+            before, newest[row["algorithm"]] = newest[row["algorithm"]], row
+            yield row, [
+                (part, name, value)
+                for part, values in row.items() if isinstance(values, dict)
+                for name, value in values.items()
+                if (part == "once" and not row["under_way"])
+                or name not in (known := before.get(part, {})) or repr(known[name]) != repr(value)
+            ]  # fmt: skip
 
     def draws(self) -> dict[int, tuple[Any, Any]]:
         """By iteration that drew from the buffer: the prompts, and the versions of the weights that drew them."""
@@ -85,7 +99,7 @@ class RunFolder:
     def changes(self) -> list[dict[str, Any]]:
         """What was changed while the run lived, in order: settings of algorithms and roles, edited code, placements."""
         found, fields = [], set[str]()
-        for row, changes in _changed(self._rows(SETTINGS)):
+        for row, changes in self._changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
             if changed := [f"{algorithm}/{name}={value}" for part, name, value in changes if part == "values"]:
                 found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": ", ".join(changed)})
@@ -224,21 +238,6 @@ def _training(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _values(row: dict[str, Any]) -> dict[str, float]:
     """The metrics of a row as "stage/metric"; NaN and infinities are texts in it."""
     return {f"{row['stage']}/{name}": float(value) for name, value in row["values"].items()}
-
-
-def _changed(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Change]]]:
-    """Rows of settings, each with what is not as its algorithm's row before had it. The first begins with its fields,
-    and each iteration with all of "once"."""
-    newest: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        before, newest[row["algorithm"]] = newest.get(row["algorithm"], {"values": row["values"]}), row
-        yield row, [
-            (part, name, value)
-            for part, values in row.items() if isinstance(values, dict)
-            for name, value in values.items()
-            if (part == "once" and not row["under_way"])
-            or name not in (known := before.get(part, {})) or repr(known[name]) != repr(value)
-        ]  # fmt: skip
 
 
 def readable(run: RunFolder) -> bool:

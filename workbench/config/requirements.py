@@ -184,7 +184,8 @@ def _check_installed(description: Description) -> None:
     wanted |= {m.generation.engine for m in judges if m.generation} - {"transformers"}
     if actor and actor.adapter:
         wanted.add("peft")
-        if description.device == "cuda" and actor.dtype == "float32" and "vllm" in wanted:
+        in_vllm = description.generation is not None and description.generation.engine == "vllm"
+        if in_vllm and description.device == "cuda" and actor.dtype == "float32":
             raise BadInput(
                 f"{actor.adapter} in float32 with Generation(engine='vllm') on a GPU",
                 "vLLM's kernels of adapters compute in bfloat16 or float16 there",

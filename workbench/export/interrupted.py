@@ -96,7 +96,8 @@ class Made:
         """How often each stage was called, also by algorithms; and what is no stage."""
         others = [call.call for call in self.calls if call.call in NO_STAGES]
         counts = Counter([stage for _, stage in self.stages if stage] + others)
-        return ", ".join(f"{name:.60} {count} times" for name, count in counts.items()) or "no stage"
+        told = (f"{name:.60} {count} time{'s' * (count != 1)}" for name, count in counts.items())
+        return ", ".join(told) or "no stage"
 
     def add(self, other: Made) -> None:
         self.calls += other.calls
@@ -235,10 +236,12 @@ def _call_of(node: ast.stmt, made: Made) -> list[str] | None:
     if len(made.calls) != 1 or not isinstance(node, ast.Expr | ast.Assign):
         return None
     (call,) = made.calls
-    called = (one for one in ast.walk(node) if isinstance(one, ast.Call))
-    found = next((one for one in called if ast.unparse(one.func) == f"{call.name}.{call.call}"), None)
+    parts = [*ast.walk(node)]
+    again = any(isinstance(one, ast.comprehension | ast.Lambda) for one in parts)  # it may have been called before
+    here = (one for one in parts if isinstance(one, ast.Call) and (one.lineno, one.col_offset) == call.at)
+    found = next((one for one in here if isinstance(one.func, ast.Attribute) and one.func.attr == call.call), None)
     lines, _, left = written([call], {})
-    if found is None or left or any(at != call.at for at, _ in made.stages):
+    if found is None or again or left or any(at != call.at for at, _ in made.stages):
         return None
     if call.call == "run" and call.iterations:  # its other arguments are as they were written
         found.args = [ast.Constant(call.iterations)]

@@ -111,7 +111,7 @@ def prove(notebook: Path, script: str, settings: Mapping[str, Any], opening: Map
 def _notebook_command(
     path: Path, script: str, settings: Mapping[str, Any], opening: Mapping[str, Any], own: Path
 ) -> list[str]:
-    content, apart = json.loads(path.read_text(encoding="utf-8")), settings.keys() & parameters_of(script)
+    content, apart = json.loads(path.read_text(encoding="utf-8")), {*settings} & parameters_of(script).keys() - {"RUNS"}
     for number, cell in enumerate(content["cells"], 1):
         if TAGS & set(cell.get("metadata", {}).get("tags", ())):
             source = "".join(cell["source"])
@@ -121,7 +121,7 @@ def _notebook_command(
             cell["source"] = "\n".join([source, *(f"{n} = {v!r}" for n, v in settings.items() if n in own_names)])
             apart -= own_names
     if apart:
-        rule = "the notebook is given its value in a cell tagged `parameters`"
+        rule = "the notebook is given its value in a cell tagged `parameters`; it has no count of a loop of --loops"
         raise BadInput(f"a proof with {min(apart)}", rule, "tag the cell that assigns it, in place of --parameters")
     written = own / "notebook.ipynb"
     written.write_text(json.dumps(content), encoding="utf-8")

@@ -301,7 +301,7 @@ def as_run(notebook: Notebook, record: Record, missing: list[str]) -> list[Cell]
         if not cell.blank:
             order += above.pop(on_page.number, []) if on_page is not None else []
             order.append(cell)
-        ends[place] = cell
+            ends[place] = cell
     return with_calls(order, record, ends, missing)
 
 

@@ -194,7 +194,7 @@ def _folders(package: str) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
 
 
-BUILD = r"^__version__ *= *'[^'+]*\+([^']+)'"  # "cu130" or "cpu" of "2.13.0+cu130"; not every build says it
+BUILD = r"^__version__ *= *'[^'+]*\+(cpu|cu\d+|rocm[\d.]+)'"  # of "2.13.0+cu130"; not every build says it
 
 
 def _told(package: str, pattern: str) -> re.Match[str] | None:

@@ -60,7 +60,7 @@ class TransferProtocol:
                     "give one array a minibatch",
                 )
             for chunk in chunks:
-                if wrong := [row for row in chunk if not 0 <= row < rows]:
+                if len(wrong := chunk[(chunk < 0) | (chunk >= rows)]):
                     raise BadInput(
                         f"{operation}: {self.name}.distribute gave rank {rank} row {wrong[0]}",
                         f"the batch has rows 0 to {rows - 1}",

@@ -166,8 +166,9 @@ def template_doubts(
     template leaves out."""
     ends = differing_ends(tokenizer), _end(tokenizer)
     left = (
-        f"rows have {', '.join(map(repr, sorted(unread)))}, which the chat template of {tokenizer.name_or_path!r} does "
-        "not read: the model does not see it. Set chat_template in the model's folder, or take a model trained with it"
+        f"the model does not see {', '.join(map(repr, sorted(unread)))} of rows, which the chat template of "
+        f"{tokenizer.name_or_path!r} does not read. Set chat_template in the model's folder, or take a model that was "
+        "trained with these"
         if unread and tokenizer.chat_template else ""
     )  # fmt: skip
     return [one for one in (*ends, _bos(tokenizer, prompt_ids), _trip(tokenizer, text), left) if one]

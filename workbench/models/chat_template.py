@@ -75,7 +75,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, A
         there |= {key for key, value in message.items() if value and key not in _PLAIN}
         if message["role"] not in ROLES and not reads(tokenizer, message["role"]):
             raise BadInput(
-                f"role {message['role']!r}", f"the roles of {tokenizer.name_or_path!r} are {', '.join(ROLES)}",
-                "rename it: a user's 'human' is 'user', a model's 'gpt' or 'bot' is 'assistant'",
+                f"role {message['role']!r}", f"the chat template of {tokenizer.name_or_path!r} does not name it",
+                f"rename it to one of {', '.join(ROLES)}: 'human' is 'user', 'gpt' or 'bot' is 'assistant'",
             )  # fmt: skip
     return {name for name in there if not reads(tokenizer, name)}

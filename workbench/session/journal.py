@@ -184,6 +184,7 @@ class SessionJournal:
             "last_metrics": {stage: dict(found) for stage, found in runner.counters.last_metrics.items()},
             "checkpoints": [str(c.folder) if c else None for c in (position.last_saved, position.checkpoint)],
             "first_states": position.first_states,
+            "others": list(runner.live.others),
             "snapshots": runner.snapshots.open,
             "recovering": position.recovering,
         }

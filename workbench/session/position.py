@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.algorithms.buffer import Buffer
@@ -21,8 +21,8 @@ from workbench.support.assigned import NoteChange
 class Position:
     """checkpoint: the one that the run went on from. last_saved: by this kernel. saved_algorithm, saved_streams:
     positions of those that are not in use yet. first_states: of algorithms, by class, when they took their first
-    step. noted: the newest settings in the run's record, by class. buffer: rollouts of iterations to come. recovering:
-    whether roles are being put back to a checkpoint, or were when that ended early."""
+    step. noted: by class, whose the newest settings in the run's record are, and these. buffer: rollouts of iterations
+    to come. recovering: whether roles are being put back to a checkpoint, or were when that ended early."""
 
     def __init__(self, counters: Counters, batches: BatchStore, note_change: NoteChange) -> None:
         self._counters, self._batches = counters, batches
@@ -32,7 +32,7 @@ class Position:
         self.saved_algorithm: dict[str, Any] | None = None
         self.saved_streams: Sequence[dict[str, Any]] = ()
         self.first_states: dict[str, dict[str, Any]] = {}
-        self.noted: dict[str, dict[str, Any]] = {}
+        self.noted: dict[str, tuple[Callable[[], Algorithm | None] | None, dict[str, Any]]] = {}
         self.recovering = False
         self._algorithm: weakref.ref[Algorithm] | None = None
         self._streams: Sequence[weakref.ref[ExampleStream]] = ()

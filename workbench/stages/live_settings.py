@@ -42,7 +42,7 @@ class LiveSettings:
     def __init__(self, runner: StageRunner) -> None:
         self._runner, self._hosts = runner, runner.hosts
         self.count = 0  # of changes, for what shows them
-        self.others: dict[str, None] = {}  # changes that no file can hold, in words
+        self.others: dict[str, None] = {}  # changes that no row of settings holds, in words
 
     def retrain(self, role: str, values: Mapping[str, Any]) -> None:
         """Change fields of a role's training. `BadInput`, with nothing changed, where it cannot be."""

@@ -90,7 +90,9 @@ class VllmDecoding(Decoding):
 
     def __enter__(self) -> VllmDecoding:
         if not self._keep_cache and not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM still computes for rows of an earlier call, and keeps what it cached for them")
+            with self._working():
+                _abort(self._engine)  # what was cached with other weights must not stay
+            assert self._engine.reset_prefix_cache(), "vLLM computes for rows of an earlier call"
         self._stack.enter_context(_live_objects_uncollected())
         return self
 
