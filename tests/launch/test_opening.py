@@ -125,8 +125,8 @@ def test_an_adapter_in_float32_is_refused_where_vllm_on_a_gpu_would_compute_it(
     def described(dtype: str, engine: Any) -> Description:
         return Description.of(
             "one", models={"actor": wb.Model(TINY, adapter=wb.LoRA(rank=2))}, device="cuda", address=None,
-            placement=None, prompts="arithmetic", training=None, generation=wb.Generation(engine=engine), devices=None, seed=0,
-            dtype=dtype, backend="inline",
+            placement=None, prompts="arithmetic", training=None, generation=wb.Generation(engine=engine), devices=None,
+            seed=0, dtype=dtype, backend="inline",
         )  # fmt: skip
 
     described("bfloat16", "vllm")
