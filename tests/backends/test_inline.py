@@ -23,7 +23,7 @@ import workbench as wb
 from tests.cases import TINY, hosts_of, rollouts, stored, tiny_lab, train_on, vowels
 from tests.expected import expect_error
 from workbench.backends.inline import VARIABLES, InlineBackend
-from workbench.errors import BadInput, RewardError, StageError, StageInterrupted
+from workbench.errors import BadInput, HostDied, RewardError, StageError, StageInterrupted
 from workbench.messages.calls import HostInfo, Output
 from workbench.messages.shards import Shard
 from workbench.support import machine
@@ -182,6 +182,28 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]
     assert torch.equal(again.values, expected.values)
+
+
+def test_nothing_goes_on_from_half_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_lab("halved", tmp_path, backend="inline") as lab:
+        batch = lab.put(stored(4), meta={"temperature": 1.0})
+        before = lab.actor.weight_digests()
+        lab.save(tmp_path / "before", models=False)
+        (host,) = hosts_of(lab).values()
+
+        def pressed(*given: Any) -> Any:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(host.workers["actor"].engine, "step", pressed)
+        with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="half updated"):
+            lab.actor.update_actor(batch)
+        with expect_error(HostDied, value="was lost in run", remedy=r"lab.recover\(\)"):
+            lab.actor.update_actor(batch)
+        lab.recover()
+        assert lab.actor.weight_digests() == before
+        lab.actor.update_actor(lab.put(stored(4), meta={"temperature": 1.0}))
+        assert lab.actor.weight_digests() != before
 
 
 def test_an_update_that_fails_goes_on_with_the_step_that_failed(

@@ -24,6 +24,7 @@ from workbench.support.checked_calls import checked_call
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import CallToolResult
 
 T = TypeVar("T")
 ASKING_S = 60.0  # for a server that is started to ask for its tools
@@ -117,38 +118,48 @@ class Connection:
     that."""
 
     def __init__(self, server: Server) -> None:
-        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
         self._task = asyncio.create_task(self._hold(server))
 
     async def _hold(self, server: Server) -> None:
         try:
             async with server.client() as client:
-                self._client.set_result(client)
-                await asyncio.Event().wait()  # until the loop ends its tasks
+                self.client.set_result(client)
+                await self.lost.wait()  # or until the loop ends its tasks
         except Exception as error:
-            if self._client.done():
+            if self.client.done():
                 raise
-            self._client.set_exception(RuntimeError(f"the MCP server does not start: {_first(error)}"))
+            self.client.set_exception(RuntimeError(f"the MCP server does not start: {_first(error)}"))
+        finally:
+            self.lost.set()
 
-    async def client(self) -> Client:
-        return await asyncio.shield(self._client)
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
+        """The result of a call. A server that has ended meanwhile is lost."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
-    @property
-    def lost(self) -> bool:
-        return self._task.done()
+        client = await asyncio.shield(self.client)
+        try:
+            return await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                self.lost.set()
+            raise
 
 
-async def _connected(server: Server) -> Client:
-    """A client of a server that runs."""
+async def _connected(server: Server) -> Connection:
+    """A connection with a server that runs."""
     connections = _open.setdefault(asyncio.get_running_loop(), {})
-    if server not in connections or connections[server].lost:
+    if server not in connections or connections[server].lost.is_set():
         connections[server] = Connection(server)
-    return await connections[server].client()
+    await asyncio.shield(connections[server].client)
+    return connections[server]
 
 
 async def _call(server: Server, name: str, /, **arguments: Any) -> str:
     """The text of a call's result."""
-    result = await (await _connected(server)).call_tool(name, arguments)
+    result = await (await _connected(server)).call(name, arguments)
     text = "\n".join(part.text for part in result.content if part.type == "text")
     if result.is_error:
         raise RuntimeError(text or "the server says that the call failed")
