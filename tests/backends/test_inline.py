@@ -114,6 +114,31 @@ def test_deepspeed_works_again_after_closing_and_beside_another(
     assert not dist.is_initialized()
 
 
+def test_nothing_goes_on_from_half_a_step(
+    kernel: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_lab("halved", tmp_path, backend="inline") as lab:
+        batch = lab.put(stored(4), meta={"temperature": 1.0})
+        before = lab.actor.weight_digests()
+        lab.save(tmp_path / "before", models=False)
+        (host,) = hosts_of(lab).values()
+
+        def pressed(*given: Any) -> Any:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(host.workers["actor"].engine, "step", pressed)
+        with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="half updated"):
+            lab.actor.update_actor(batch)
+        with expect_error(HostDied, value="was lost in run", remedy=r"lab.recover\(\)"):
+            lab.actor.update_actor(batch)
+        lab.recover()
+        assert lab.actor.weight_digests() == before
+        lab.actor.update_actor(lab.put(stored(4), meta={"temperature": 1.0}))
+        assert lab.actor.weight_digests() != before
+    assert settings() == (kernel, 1) and not dist.is_initialized()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_a_closed_workbench_leaves_no_model_in_memory(tmp_path: Path, engine: str) -> None:
@@ -182,28 +207,6 @@ def test_an_interrupt_stops_between_micro_batches_and_a_second_one_at_once(
     assert host.status()[0] == ""
     again = lab.critic.compute_values(batch).fetch(["values"])["values"]
     assert torch.equal(again.values, expected.values)
-
-
-def test_nothing_goes_on_from_half_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny_lab("halved", tmp_path, backend="inline") as lab:
-        batch = lab.put(stored(4), meta={"temperature": 1.0})
-        before = lab.actor.weight_digests()
-        lab.save(tmp_path / "before", models=False)
-        (host,) = hosts_of(lab).values()
-
-        def pressed(*given: Any) -> Any:
-            for _ in range(2):
-                signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(host.workers["actor"].engine, "step", pressed)
-        with expect_error(StageInterrupted, value="update_actor was interrupted twice", rule="half updated"):
-            lab.actor.update_actor(batch)
-        with expect_error(HostDied, value="was lost in run", remedy=r"lab.recover\(\)"):
-            lab.actor.update_actor(batch)
-        lab.recover()
-        assert lab.actor.weight_digests() == before
-        lab.actor.update_actor(lab.put(stored(4), meta={"temperature": 1.0}))
-        assert lab.actor.weight_digests() != before
 
 
 def test_an_update_that_fails_goes_on_with_the_step_that_failed(

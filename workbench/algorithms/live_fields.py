@@ -282,7 +282,10 @@ def note_settings(
     hold, in words. What `finish` adapts is recorded once, and nothing of an arm of a comparison, after which all is as
     before. `under_way`: whether the iteration has made something.
     """
-    lab, title, models = algorithm.lab, type(algorithm).__name__, algorithm.lab.description.models
+    lab, title, description = algorithm.lab, type(algorithm).__name__, algorithm.lab.description
+    if lab.runner.snapshots.open:
+        return
+    models = description.models
     by, noted = lab.position.noted.get(title, (None, {"values": {}, "replace": {}}))
     before, others, adapts = noted["values"], lab.runner.live.others, algorithm.state().keys()
     if by is not None and by() is not algorithm and adapts:
@@ -293,7 +296,7 @@ def note_settings(
     values = {name: value for name, value in of_run.items() if value or name in before}
     values |= flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
     values |= {name: before[name] for name in adapts if algorithm.ended_iterations and name in before}
-    assigned = [(role, name) for role, name in lab.description.changed if role in models]
+    assigned = [(role, name) for role, name in description.changed if role in models]
     training = {of: {name: getattr(models[of].training, name) for role, name in assigned if role == of}
                 for of, _ in assigned}  # fmt: skip
     row = {
@@ -302,7 +305,7 @@ def note_settings(
         "others": dict(others),
     }  # fmt: skip
     # by repr: NaN is as itself; what holds once may hold once more
-    if not lab.runner.snapshots.open and (repr(row) != repr(noted) or (row["once"] and not algorithm.made)):
+    if repr(row) != repr(noted) or (row["once"] and not algorithm.made):
         under_way = bool(algorithm.made)
         lab.telemetry.append_settings(title, lab.iteration + (not under_way), **row, under_way=under_way)
         lab.position.noted[title] = weakref.ref(algorithm), row

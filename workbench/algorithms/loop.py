@@ -166,6 +166,7 @@ class Algorithm(StageEdits):
         with self._stoppable("draw_ahead"), replaced(self, "_pause_after", pause_after):
             self.lab.position.take_up(self)
             self.lab.position.algorithm = self
+            self.lab.runner.live.others[f"{type(self).__name__}.draw_ahead() by hand"] = None
             return self._draw_ahead()
 
     def _draw_ahead(self, **how: Any) -> Batch:

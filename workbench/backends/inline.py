@@ -125,7 +125,8 @@ class InlineBackend(Backend):
         self._in_kernel = False
 
     def start(self, infos: Sequence[HostInfo]) -> None:
-        KERNEL.enter()
+        if not self._in_kernel:  # else it starts again
+            KERNEL.enter()
         self._in_kernel = True
         with KERNEL.left_as_found():
             self._hosts = {info.name: Host(info, self) for info in infos}

@@ -82,6 +82,11 @@ def replay(
             "only iterations of one algorithm, from the first on, can be made again",
         )
     recorded, how, left_out = there.changed_settings(title), dict[str, Any](), list[str]()
+    if any("others" not in row for rows in recorded.values() for row, _ in rows):
+        raise BadInput(
+            f"replay of run {there.name}", "its log is of an earlier version, which did not record what stages took",
+            "make a run with this version",
+        )  # fmt: skip
     for number in range(1, last + 1):
         for row, changes in recorded.get((number, False), ()):
             how = row["values"]

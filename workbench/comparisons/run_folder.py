@@ -71,7 +71,8 @@ class RunFolder:
         it began, and each iteration with all of "once"."""
         newest = {algorithm: {"values": values} for algorithm, values in self.algorithms.items()}
         for row in rows:
-            before, newest[row["algorithm"]] = newest[row["algorithm"]], row
+            before = newest.get(row["algorithm"], {"values": row["values"]})
+            newest[row["algorithm"]] = row
             yield row, [
                 (part, name, value)
                 for part, values in row.items() if isinstance(values, dict)

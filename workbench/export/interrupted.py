@@ -27,6 +27,7 @@ VALUES = (
     ast.Expression | ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.Load | ast.UnaryOp | ast.USub
 )
 
+REPEATS = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 MOST = 10**6  # iterations of one call
 NO_STAGES = ("move", "restart")  # calls that make none
 
@@ -237,9 +238,9 @@ def _call_of(node: ast.stmt, made: Made) -> list[str] | None:
         return None
     (call,) = made.calls
     parts = [*ast.walk(node)]
-    again = any(isinstance(one, ast.comprehension | ast.Lambda) for one in parts)  # it may have been called before
     here = (one for one in parts if isinstance(one, ast.Call) and (one.lineno, one.col_offset) == call.at)
     found = next((one for one in here if isinstance(one.func, ast.Attribute) and one.func.attr == call.call), None)
+    again = [one for one in parts if isinstance(one, REPEATS) and found in [*ast.walk(one)]]  # it was called before
     lines, _, left = written([call], {})
     if found is None or again or left or any(at != call.at for at, _ in made.stages):
         return None

@@ -271,7 +271,7 @@ def _take_position(
     metrics = {stage: MetricValues(found) for stage, found in values["last_metrics"].items()}
     runner.counters.last_metrics = metrics
     position.first_states, position.recovering = values["first_states"], values["recovering"]
-    runner.live.others = dict.fromkeys(values["others"])
+    runner.live.others = dict.fromkeys(values.get("others", ()))  # which an older kernel did not write
     position.last_saved, position.checkpoint = map(_checkpoint, values["checkpoints"])
     if automatic := values["autosave"]:
         paths = {"folder": Path(automatic["folder"]), "written": [Path(path) for path in automatic["written"]]}

@@ -65,7 +65,7 @@ def say_where(error: WorkbenchError, part: UpdatePart) -> None:
 def cut_short(name: str, *, updates: bool) -> StageInterrupted:
     """Inline, where the second interrupt ends what this thread computes."""
     if updates:
-        rule = "it was left in the middle of an optimizer step: what it updates may be half updated"
+        rule = "it was left in the middle: what it updates may be half updated"
         return StageInterrupted(f"{name} was interrupted twice", rule, "go back with lab.recover()")
     return StageInterrupted(f"{name} was interrupted twice", "it was left where it was; its result is dropped", AGAIN)
 

@@ -259,7 +259,7 @@ class StageRun(Run):
             # ranks that have their call would wait for those that have not
             self.stuck = 0 < len(answers) < len(self.group.hosts)
             if isinstance(error, KeyboardInterrupt):  # inline, where the stage runs in here: pressed twice
-                self.stuck |= self.updates  # no stage may go on from half a step
+                self.stuck |= self.updates  # no stage may go on from half an update
                 self.fail(interrupted.cut_short(self.name, updates=self.updates))
                 raise
             if not isinstance(error, Exception):

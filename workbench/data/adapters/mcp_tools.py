@@ -143,7 +143,7 @@ class Connection:
         try:
             return await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
+            if (error.code, error.message) == (CONNECTION_CLOSED, "Connection closed"):  # a server may use the code
                 self.lost.set()
             raise
 

@@ -92,7 +92,8 @@ class VllmDecoding(Decoding):
         if not self._keep_cache and not self._engine.reset_prefix_cache():
             with self._working():
                 _abort(self._engine)  # what was cached with other weights must not stay
-            assert self._engine.reset_prefix_cache(), "vLLM computes for rows of an earlier call"
+            if not self._engine.reset_prefix_cache():
+                raise RuntimeError("vLLM computes for rows of an earlier call")
         self._stack.enter_context(_live_objects_uncollected())
         return self
 
