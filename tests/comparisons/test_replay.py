@@ -185,6 +185,8 @@ def test_what_adapts_what_replaced_functions_take_and_a_run_that_begins_again(tm
         algorithm.run(1)
         ppo(lab).run(1)
         folder = lab.run_folder
+        changed = wb.diff(lab, folder).changes.to_numpy().tolist()
+        assert changed.count(["a", 3, "PPO.kl_coefficient=0.5"]) == 1
     with tiny_lab("named", tmp_path, backend="inline", models=models) as lab:
         left_out = wb.replay(folder, ppo(lab)).attrs["left_out"]
         assert left_out[0] == "PPO.kl_coefficient=0.5" and left_out[2] == "PPO.compute_reward.bonus=1.0"

@@ -14,9 +14,11 @@ import torch
 import workbench as wb
 from tests.cases import TINY, tiny_lab, vowels
 from tests.expected import expect_error
+from workbench.config.description import Description
 from workbench.errors import BadInput, RewardError, StageError, StageInterrupted, UnknownColumn
 from workbench.messages.calls import Output
 from workbench.messages.shards import Shard
+from workbench.stages.group import GroupOperation
 from workbench.stages.run import Run
 from workbench.workers.roles.actor import ActorWorker
 from workbench.workers.roles.critic import CriticWorker
@@ -110,9 +112,19 @@ def test_an_update_is_not_made_again_where_an_interrupt_kept_its_metrics(
         patch.setattr(lab.runner.interrupted, "received", interrupted)
         with pytest.raises(StageInterrupted, match="the update is done"):
             lab.actor.update_actor(ready)
-    weights = lab.actor.weights_checksum()
+    weights, reported = lab.actor.weights_checksum(), len(lab.metrics("update_actor"))
     assert "optimizer_steps" in lab.actor.update_actor(ready)
-    assert lab.actor.weights_checksum() == weights
+    assert (lab.actor.weights_checksum(), len(lab.metrics("update_actor"))) == (weights, reported)
+
+
+@pytest.mark.parametrize(("owner", "step"), [(GroupOperation, "code"), (Description, "placed")])
+def test_an_interrupt_of_what_a_call_checks_says_that_nothing_was_done(
+    lab: wb.Workbench, monkeypatch: pytest.MonkeyPatch, owner: type, step: str
+) -> None:
+    batch, call = lab.prompts.next(2), lab.actor.generate_sequences
+    monkeypatch.setattr(owner, step, lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    with expect_error(StageInterrupted, rule="as before the stage" if owner is GroupOperation else "as it was"):
+        call(batch, max_new_tokens=6) if owner is GroupOperation else lab.move(wb.Placement.colocate(devices=1))
 
 
 def test_what_is_held_out_is_reported_under_the_iteration_in_which_it_is_measured(lab: wb.Workbench) -> None:

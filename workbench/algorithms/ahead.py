@@ -200,7 +200,7 @@ def from_buffer(lab: Lab, graph: Graph) -> tuple[dict[str, Any], list[WaitingRol
         lab.report("buffer", {"age_steps/mean": float(ages.mean()), "age_steps/max": float(ages.max())})
     lab.telemetry.append_event(
         "drawn from the buffer", iteration=counters.iteration, of_iteration=found.iteration,
-        prompts=list(found.groups()), weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
+        prompts=list(found.versions()), weights_versions=sorted(set(versions.tolist())), waiting=len(lab.buffer),
     )  # fmt: skip
     return dict(found.made), taken
 

@@ -118,7 +118,7 @@ class Buffer:
             )
         if self.priority is None and fitting[0].group_count == groups:
             return [(fitting[0], None)]
-        places = [(found, uid) for found in fitting for uid in found.groups()]
+        places = [(found, uid) for found in fitting for uid in found.versions()]
         order = np.arange(len(places))
         if self.priority is not None:
             frame = self._frame(fitting)
@@ -142,14 +142,14 @@ class Buffer:
         chosen = dict[int, tuple[WaitingRollouts, list[int]]]()
         for found, uid in (places[place] for place in sorted(order[:groups].tolist())):
             chosen.setdefault(id(found), (found, []))[1].append(uid)
-        return [(found, None if len(uids) == len(found.groups()) else uids) for found, uids in chosen.values()]
+        return [(found, None if len(uids) == len(found.versions()) else uids) for found, uids in chosen.values()]
 
     def take_out(self, chosen: Chosen) -> list[WaitingRollouts]:
         """Have groups leave the buffer; what left."""
         taken = [found if uids is None else found.with_groups(uids) for found, uids in chosen]
         for found, uids in chosen:
             place = next(n for n, other in enumerate(self.waiting) if other is found)
-            left = [] if uids is None else [uid for uid in found.groups() if uid not in uids]
+            left = [] if uids is None else [uid for uid in found.versions() if uid not in uids]
             self.waiting[place : place + 1] = [found.with_groups(left)] if left else []
         return taken
 
@@ -164,7 +164,7 @@ class Buffer:
         for found in self.waiting:
             mine = found.made_by(stages) and (generated_before is None or found.generated_in < generated_before)
             if mine and found.paused:
-                others = [uid for uid in found.groups() if uid not in found.paused]
+                others = [uid for uid in found.versions() if uid not in found.paused]
                 waiting += [found.with_groups(others)] if others else []
                 found = found.with_groups(found.paused) if others else found
                 paused.append(found)
@@ -192,7 +192,7 @@ class Buffer:
             if not found.whole or self.age(found) <= most:
                 kept.append(found)
             elif "token_versions" in found.rollouts.names:  # groups of several weights
-                young = [uid for uid, version in found.groups().items() if self._steps_since(version) <= most]
+                young = [uid for uid, version in found.versions().items() if self._steps_since(version) <= most]
                 kept += [found.with_groups(young)] if young else []
         before, after = (sum(found.group_count for found in all_ if found.whole) for all_ in (self.waiting, kept))
         self.waiting = kept
@@ -234,7 +234,7 @@ class Buffer:
     def _frame(self, waiting: Sequence[WaitingRollouts]) -> pd.DataFrame:
         rows = []
         for found in waiting:
-            for uid, version in found.groups().items():
+            for uid, version in found.versions().items():
                 here = found.rows["prompt_uid"] == uid
                 _, _, tokens, rewards, _ = (column[here] for column in found.rows.values())
                 drawn = int(found.draw_counts[here].max())

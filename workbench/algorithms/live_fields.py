@@ -296,9 +296,10 @@ def note_settings(
     values = {name: value for name, value in of_run.items() if value or name in before}
     values |= flat({name: getattr(algorithm, name, None) for name in fields_by_name(algorithm) if name != "lab"})
     values |= {name: before[name] for name in adapts if algorithm.ended_iterations and name in before}
-    assigned = [(role, name) for role, name in description.changed if role in models]
-    training = {of: {name: getattr(models[of].training, name) for role, name in assigned if role == of}
-                for of, _ in assigned}  # fmt: skip
+    training: dict[str, dict[str, Any]] = {}
+    for role, name in description.changed:
+        if role in models:
+            training.setdefault(role, {})[name] = getattr(models[role].training, name)
     row = {
         "values": values, "training": {role: as_plain(fields) for role, fields in training.items()},
         "replace": replaced, "once": {stage: as_plain(arguments) for stage, arguments in once.items()},

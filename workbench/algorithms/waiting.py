@@ -56,7 +56,7 @@ class WaitingRollouts:
     @property
     def group_count(self) -> int:
         """How many groups it has; a row of the first batch of an iteration is a prompt."""
-        return self.made[self.stages[0]].rows if self.stages else len(self.groups())
+        return self.made[self.stages[0]].rows if self.stages else len(self.versions())
 
     @property
     def rollouts(self) -> Batch:
@@ -103,7 +103,7 @@ class WaitingRollouts:
             self.times_drawn = np.zeros(self.rollouts.rows, dtype=np.int64)
         return self.times_drawn
 
-    def groups(self) -> dict[int, int]:
+    def versions(self) -> dict[int, int]:
         """The prompts of its groups, in order, with the version of each one's oldest token."""
         found = dict[int, int]()
         for uid, version in zip(self.rows["prompt_uid"].tolist(), self.rows["weights_version"].tolist(), strict=True):
@@ -186,7 +186,7 @@ def rollouts_of(chosen: Chosen, iteration: int) -> WaitingRollouts:
     first = parts[0]
     if len(parts) == 1 and all(batch.meta.get("iteration") == iteration for batch in first.made.values()):
         return first
-    versions = {str(uid): version for part in parts for uid, version in part.groups().items()}
+    versions = {str(uid): version for part in parts for uid, version in part.versions().items()}
     made, oldest = {}, min(versions.values())
     for stage in first.made:
         batch = end_to_end([part.made[stage] for part in parts])

@@ -102,9 +102,12 @@ class RunFolder:
         found, fields = [], set[str]()
         for row, changes in self._changed(self._rows(SETTINGS)):
             algorithm = row["algorithm"]
-            if changed := [f"{algorithm}/{name}={value}" for part, name, value in changes if part == "values"]:
-                found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": ", ".join(changed)})
             fields |= {f"{algorithm}.{name.partition('/')[0]}" for name in row["values"]}
+            changed = [f"{algorithm}/{name}={value}" for part, name, value in changes if part == "values"]
+            # an assignment to what `finish` adapts
+            changed += [name for part, name, _ in changes if part == "others" and name.partition("=")[0] in fields]
+            if changed:
+                found.append({TIME: row[TIME], ITERATION: row[ITERATION], "change": ", ".join(changed)})
         for row in self._rows(EVENTS):
             said, kind = row["details"], row["event"]
             noted = kind == "setting" and ".".join(said["setting"].split(".")[:2]) in fields

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # How long an error waits for hosts to forget what was built for a move that failed; a healthy one may still be
 # loading it.
 ANSWER_S = 60.0
+LEFT = ("the placement is as it was", "the same call again carries it out")
 
 
 class Mover:
@@ -51,6 +52,7 @@ class Mover:
     def __init__(self, runner: StageRunner, topology: Topology) -> None:
         self._runner, self._topology = runner, topology
 
+    @stoppable("lab.move()", LEFT)
     def move(self, placement: Placement) -> PlacementChange:
         """Change the placement while the models live: `lab.move(wb.Placement.split(4))`; what moved, as `lab.diff` says
         it before, and how long it took.
@@ -70,6 +72,7 @@ class Mover:
         """
         return self._carry_out(self._runner.hosts.description.placed(placement), f"moving to {placement}")
 
+    @stoppable("lab.add()", LEFT)
     def add(self, role: str, model: Any = None, pool: str | None = None, devices: int | None = None) -> PlacementChange:
         """Add a role while the others live: `lab.add("cost", too_long)`; `lab.add("critic", "smollm2-135m", "scorers",
         devices=2)`; `lab.add("rollout", pool="engines", devices=1)`. What it changed, as `lab.diff` says it.
@@ -106,6 +109,7 @@ class Mover:
         placement = hosts.placement.with_role(role, pool or pools[0], devices)
         return self._carry_out(description.placed(placement, models), f"adding {role}")
 
+    @stoppable("lab.drop()", LEFT)
     def drop(self, role: str) -> PlacementChange:
         """Close a role, and free what it holds, what it has learned among it: `lab.drop("cost")`. A pool that is left
         without a role ends; batches on its hosts move to others. Also of a role that was lost with
@@ -134,18 +138,17 @@ class Mover:
     def _carry_out(self, description: Description, title: str) -> PlacementChange:
         """Make the workbench what another description says. title: begins the message of an error on the way."""
         runner = self._runner
-        with stoppable(title, ("the placement is as it was", "the same call again carries it out")):
-            runner.require_alone(title, "that needs the roles as they are, and none at work")
-            lost = self._topology.given_up(description)
-            for group in runner.groups.by_role.values():
-                if group.pool.name not in lost:
-                    runner.groups.check_alive(group)
-            runner.scheduler.drain()
-            runner.batches.release_unused()  # what nobody refers to need not move
-            change = self._topology.change(description)
-            change.require_fit()
-            with Progress(title) as bar:
-                return Move(runner, change, description, title, bar.note).carry_out()
+        runner.require_alone(title, "that needs the roles as they are, and none at work")
+        lost = self._topology.given_up(description)
+        for group in runner.groups.by_role.values():
+            if group.pool.name not in lost:
+                runner.groups.check_alive(group)
+        runner.scheduler.drain()
+        runner.batches.release_unused()  # what nobody refers to need not move
+        change = self._topology.change(description)
+        change.require_fit()
+        with Progress(title) as bar:
+            return Move(runner, change, description, title, bar.note).carry_out()
 
 
 class Move:

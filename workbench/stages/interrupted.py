@@ -163,7 +163,8 @@ class Interrupted:
         if update := self._take(run, ended=True):
             note(f"{run.name}: was done when it was interrupted; these are its metrics")
             run.metrics = run.given = update.result
-            run.answer(update.result)
+            reported = run.runner.telemetry.reported(run.reported_as, update.number)
+            run.answer(update.result, reported=reported)
 
     def sent(self, run: Run, calls: list[Call]) -> list[Call]:
         """Record in the journal that a run goes to its hosts; the calls of an interrupted update go on with its next

@@ -18,6 +18,7 @@ from workbench.backends.hosts import Hosts
 from workbench.backends.starting import settle
 from workbench.batches import files
 from workbench.batches.schema import ScoredRows
+from workbench.display.interrupts import stoppable
 from workbench.display.progress import note
 from workbench.errors import BadInput, StageInterrupted, WorkbenchError
 from workbench.messages.calls import HostInfo, Reply
@@ -27,7 +28,7 @@ from workbench.placement import ROLLOUT
 from workbench.stages.batch_store import BatchStore
 from workbench.stages.debug import Failures
 from workbench.stages.group import Groups, WorkerGroup
-from workbench.stages.interrupted import AGAIN, Interrupted
+from workbench.stages.interrupted import AGAIN, AS_BEFORE, Interrupted
 from workbench.stages.ledger import Counters, Ownership
 from workbench.stages.live_settings import LiveSettings
 from workbench.stages.run import Run, RunLog
@@ -107,11 +108,12 @@ class StageRunner(StageNames):
         self.check_driver()
         self.groups.check_whole(group)
         run = StageRun(self, group, operation, as_update=as_update, then=then)
-        try:
-            run.check(args, kwargs or {})
-        except WorkbenchError:
-            self.counters.note_refused()
-            raise
+        with stoppable(run.name, (AS_BEFORE, AGAIN)):
+            try:
+                run.check(args, kwargs or {})
+            except WorkbenchError:
+                self.counters.note_refused()
+                raise
         before, called = first(), self.scheduler.called()
         # stages of a role come after its earlier updates, and are not run when one of them failed
         updates = [one for one in called if one.updates and one.group is group and not (one.done and one.given_up)]

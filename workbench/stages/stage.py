@@ -423,19 +423,21 @@ class StageRun(Run):
             metrics=self.metrics,
         )
 
-    def answer(self, result: Any) -> None:
-        """End it without sending it, with the result of an earlier run."""
-        self._report()
+    def answer(self, result: Any, *, reported: bool = False) -> None:
+        """End it without sending it, with the result of an earlier run. reported: whether that run's metrics stand in
+        the telemetry, and are of this call."""
+        self._report(reported=reported)
         self.from_store = True
         self.settle(result)
 
-    def _report(self) -> None:
-        """Record its metrics, under the name that its caller has for the stage."""
+    def _report(self, *, reported: bool = False) -> None:
+        """Record its metrics, under the name that its caller has for the stage. reported: they are in the telemetry."""
         if self.metrics:
             runner, now = self.runner, self.runner.counters.iteration
             iteration = int(self.calls[0].meta.get("iteration", now)) if self.calls else now
             rows = 0 if self.input is None else self.input.rows * self.samples
-            runner.telemetry.append_metrics(self.reported_as, self.number, iteration, self.metrics, rows=rows)
+            if not reported:
+                runner.telemetry.append_metrics(self.reported_as, self.number, iteration, self.metrics, rows=rows)
             self._last_metrics[self.reported_as] = self.metrics
 
 

@@ -169,6 +169,10 @@ class TelemetryStore:
         if not self.aside:
             self.sinks.log(stage, iteration, numbers)
 
+    def reported(self, stage: str, run: int) -> bool:
+        """Whether the metrics of a stage call are here."""
+        return any(row["stage"] == stage for row in self._read("metrics", b'"run":%d,' % run))
+
     def append_event(self, event: str, **details: Any) -> None:
         """Add one thing that happened (a placement opened, a host died), with details that JSON can hold."""
         self._append("events", [{"time_s": time.time(), "event": event, "details": details}])

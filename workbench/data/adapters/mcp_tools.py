@@ -135,13 +135,12 @@ class Connection:
             self.lost.set()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """The result of a call. A server that has ended meanwhile is lost."""
+        """The result of a call, where the server runs. One that has ended meanwhile is lost."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        client = await asyncio.shield(self.client)
         try:
-            return await client.call_tool(name, dict(arguments))
+            return await self.client.result().call_tool(name, dict(arguments))
         except MCPError as error:
             if (error.code, error.message) == (CONNECTION_CLOSED, "Connection closed"):  # a server may use the code
                 self.lost.set()
