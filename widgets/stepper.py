@@ -82,7 +82,6 @@ class Stepper(View):
         self._looked: tuple[Hashable, str] = ((), "")
         self._comparison = ""
         self._fit: tuple[tuple[str, ...], list[str]] = ((), [])
-        self._drawn = 0
 
     @property
     def algorithm(self) -> Any:
@@ -110,7 +109,7 @@ class Stepper(View):
         records = self._calls()
         runs = tuple((r.run, r.state, r.done_units) for r in records)
         made, changes = tuple(self._made()), self.lab.runner.live.count
-        return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), self._drawn, changes
+        return runs, made, id(self.algorithm), self.lab.iteration, bool(self.driver.busy), changes
 
     def controls(self) -> str:
         algorithm = self.algorithm
@@ -381,11 +380,9 @@ class Stepper(View):
 
     def on_restart(self) -> None:
         self._need().restart()
-        self._drawn += 1
 
     def on_choose(self, stage: str) -> None:
         self.chosen = "" if stage == self.chosen else stage
-        self._drawn += 1
 
     def on_change(self, stage: str, argument: str, once: bool, value: str) -> None:
         """Give an argument of a stage another value, which was typed."""
@@ -404,7 +401,6 @@ class Stepper(View):
 
         def branch() -> str:
             self._comparison = self.lab.compare(batch, arms)._repr_html_()
-            self._drawn += 1
             return f"branched from {self.chosen}: {' and '.join(arms)} compared below"
 
         self.driver.start(f"branching from {self.chosen}", branch)

@@ -44,14 +44,13 @@ class TimelineView(View):
         self._callers = Callers()
         self._chosen: Mapping[str, Any] = {}
         self._range: tuple[float, float] | None = None  # what is selected: seconds from the start of the window
-        self._changes = 0
         self._drawn: Timeline | None = None  # what the page was sent last
         self._still: tuple[Hashable, Timeline] | None = None
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
     def depends_on(self) -> Hashable:
-        return tuple(follower.size_bytes for follower in self._follow.values()), self._changes
+        return tuple(follower.size_bytes for follower in self._follow.values())
 
     def _read(self) -> None:
         """Take in what was recorded since the last time."""
@@ -143,8 +142,9 @@ class TimelineView(View):
 
     def _small(self) -> Timeline:
         """A picture for a cell to keep."""
-        if self._still is None or self._still[0] != self.depends_on():
-            self._still = self.depends_on(), self._draw(most=MOST_STILL_BARS)
+        of = self.window, self.iterations, self.fold, self.depends_on()
+        if self._still is None or self._still[0] != of:
+            self._still = of, self._draw(most=MOST_STILL_BARS)
         return self._still[1]
 
     def picture(self) -> str:
@@ -225,16 +225,13 @@ class TimelineView(View):
             rule = f"there is {', '.join(known)}"
             raise BadInput(f"show={value!r}", rule, "lab.trace('trace.json') has all that was recorded, for Perfetto")
         self.window, self._range = value, None
-        self._changes += 1
 
     def on_iterations(self, value: Any) -> None:
-        self.iterations = whole_number("N", value)
+        self.iterations, self._range = whole_number("N", value), None
         if self.iterations > MOST_ITERATIONS:
             self.iterations = MOST_ITERATIONS
             rule = f"the last {MOST_ITERATIONS} can be drawn here"
             raise BadInput(f"N={value}", rule, "lab.trace('trace.json') has all that was recorded, for Perfetto")
-        self._range = None
-        self._changes += 1
 
     def on_choose(self, **chosen: Any) -> None:
         """Look at a span, by its number, or at a gap of a lane, by its number in the picture; at nothing."""
@@ -243,12 +240,10 @@ class TimelineView(View):
             pool, device = self._drawn.lanes[gap.pop("lane")]
             chosen = {"gap": {**gap, "pool": pool, "device": device}}
         self._chosen = chosen
-        self._changes += 1
 
     def on_fold(self, value: Any) -> None:
         """Draw long stretches in which nothing was called as narrow breaks, or as long as they are."""
         self.fold, self._range = bool(value), None
-        self._changes += 1
 
     def on_select(self, view: Sequence[float] | None = None) -> None:
         """Add up what lies between two places, seconds from the left edge as they are drawn; None: nothing."""
@@ -256,7 +251,6 @@ class TimelineView(View):
         if view is not None and self._drawn is not None and view[0] < view[1]:
             from_s, to_s = self._drawn.folding.time(np.array(view, float)).tolist()
             self._range = from_s, to_s
-        self._changes += 1
 
     def receive(self, iteration: int | None = None, **_: Any) -> None:
         if iteration is not None:

@@ -18,6 +18,7 @@ from tests.calculator import Calculator, sums
 from tests.cases import TINY, hosts_of, tiny_lab
 from workbench.engines.generation.transformers_engine import TransformersDecoding
 from workbench.errors import StageInterrupted
+from workbench.workers.worker import Context
 
 NAMES = ("prompt_ids", "response_ids", "response_mask", "environment_rewards", "turns", "ending")
 
@@ -52,19 +53,17 @@ def begun(tmp_path: Path) -> Any:
 
 def interrupted(lab: wb.Workbench, batch: wb.Batch, after: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
     """Press stop when so many conversations have ended; how many had."""
-    (host,) = hosts_of(lab).values()
-    worker: Any = host.workers["actor"]
-    progress, had = worker._progress, 0
+    progress, had = Context.advance, 0
 
-    def pressed(done: int, total: int, tokens: int) -> None:
+    def pressed(self: Context, done: int, total: int, tokens: int) -> None:
         nonlocal had
         if done >= after and not had:
             had = done
             signal.raise_signal(signal.SIGINT)
-        progress(done, total, tokens)
+        progress(self, done, total, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_progress", pressed)
+        patch.setattr(Context, "advance", pressed)
         with pytest.raises(StageInterrupted):
             lab.actor.generate_sequences(batch, **options)
     return had
@@ -208,20 +207,19 @@ def test_a_conversation_that_waits_for_its_summary_goes_on_there(
             time.sleep(0.01)
         return f"[{len(context)}]"
 
-    batch, (host,) = lab.prompts.next(1), hosts_of(lab).values()
-    worker: Any = host.workers["actor"]
+    batch = lab.prompts.next(1)
     context = wb.Context(max_tokens=100, turn_tokens=16, keep_turns=1, summary=summary)
     options: dict[str, Any] = sums(environment=Talks, max_turns=12, max_new_tokens=300, context=context, seed=4)
-    progress = worker._progress
+    progress = Context.advance
 
-    def pressed(done: int, total: int, tokens: int) -> None:
+    def pressed(self: Context, done: int, total: int, tokens: int) -> None:
         if list(tmp_path.glob("asked *")) and not (tmp_path / "pressed").exists():
             (tmp_path / "pressed").touch()
             signal.raise_signal(signal.SIGINT)
-        progress(done, total, tokens)
+        progress(self, done, total, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_progress", pressed)
+        patch.setattr(Context, "advance", pressed)
         with pytest.raises(StageInterrupted):
             lab.actor.generate_sequences(batch, **options)
     ((), (half,)) = halves(lab)

@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.cases import hosts_of, tiny_lab
 from workbench.errors import StageInterrupted
+from workbench.workers.worker import Context
 
 
 def test_a_generation_that_was_interrupted_reports_the_sync_before_it(
@@ -24,10 +25,10 @@ def test_a_generation_that_was_interrupted_reports_the_sync_before_it(
         expected = ppo.iterate()
         assert "generate_sequences/sync_gap/mean" in expected
         (host,) = hosts_of(lab).values()
-        keep, progress = host._keep, type(host.workers["actor"])._progress
+        keep, progress = host._keep, Context.advance
 
         def pressed_between_tokens(self: Any, *given: int) -> None:
-            monkeypatch.setattr(type(self), "_progress", progress)
+            monkeypatch.setattr(Context, "advance", progress)
             signal.raise_signal(signal.SIGINT)
             progress(self, *given)
 
@@ -40,7 +41,7 @@ def test_a_generation_that_was_interrupted_reports_the_sync_before_it(
             lab.recover(clean_path)
             ppo.step()
             if between:
-                monkeypatch.setattr(type(host.workers["actor"]), "_progress", pressed_between_tokens)
+                monkeypatch.setattr(Context, "advance", pressed_between_tokens)
             else:
                 monkeypatch.setattr(host, "_keep", pressed_at_the_end)
             with pytest.raises(StageInterrupted, match="as before the stage"):

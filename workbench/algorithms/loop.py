@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
+import pandas as pd
 from pydantic import Field
 
 from workbench.algorithms.ahead import (
@@ -42,9 +43,6 @@ from workbench.support.named_fields import check_call
 from workbench.support.notebook_cell import Cell, running_cell, variable_of
 from workbench.support.replaced import replaced
 from workbench.support.validation import NonNegativeInt, PositiveInt, Whole
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @checks_calls("algo")

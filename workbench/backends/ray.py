@@ -344,7 +344,10 @@ class RayBackend(Backend):
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # a host takes the first GPU, and sees its own alone
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
-        return {"env_vars": variables, **self._python(info)}
+        head = running_head() if self._head is not None else None
+        if head is None or info.gpus:
+            return {"env_vars": variables}
+        return {"env_vars": variables, "py_executable": python_for_hosts(head["hosts"])}  # in place of a new Python
 
     def _need_same_code(self, infos: Sequence[HostInfo], nodes: Sequence[str]) -> None:
         """Raise `MissingDependency` where a machine to which hosts go has other code; none is named: to any."""
@@ -362,13 +365,6 @@ class RayBackend(Backend):
     def racks(self) -> dict[str, str]:
         nodes = self._ray.nodes()
         return {node["NodeManagerHostname"]: node["Labels"].get(RACK_LABEL, "") for node in nodes if node["Alive"]}
-
-    def _python(self, info: HostInfo) -> dict[str, str]:
-        """What a host begins with in place of a new Python."""
-        head = running_head() if self._head is not None else None
-        if head is None or info.gpus:
-            return {}
-        return {"py_executable": python_for_hosts(head["hosts"])}
 
     def end(self, infos: Sequence[HostInfo]) -> None:
         gone = [self.processes.pop(info.name) for info in infos if info.name in self.processes]

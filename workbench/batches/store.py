@@ -92,8 +92,8 @@ class Store:
     notebook does not hold go, oldest first: what a cell made is written to `folder` before, what a loop made is
     dropped."""
 
-    def __init__(self, folder: Path, limit_bytes: int, limit_batches: int = 500) -> None:
-        self.folder, self.limit_bytes, self.limit_batches = folder, limit_bytes, limit_batches
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes, self.limit_batches = folder, limit_bytes, 500
         self._entries: dict[str, _Entry] = {}
         self._most_bytes = 0  # resident bytes are no more than this: they were counted, and what came since is added
 
@@ -163,17 +163,15 @@ class Store:
             if entry.by_loop and entry.file is None:
                 del self._entries[name]
 
-    def release(self, name: str) -> list[str]:
+    def release(self, name: str) -> None:
         """Forget a batch, or all versions of one name; its memory is free when the notebook holds it no longer."""
-        gone = {full: entry for full, entry in list(self._entries.items()) if name in (full, full.rpartition(" ")[0])}
+        gone = [full for full in list(self._entries) if name in (full, full.rpartition(" ")[0])]
         if not gone:
             raise self._unknown(name)
         for full in gone:
-            del self._entries[full]
-        for entry in gone.values():
+            entry = self._entries.pop(full)
             if entry.file is not None:
                 entry.file.unlink(missing_ok=True)
-        return list(gone)
 
     def get(self, name: str, load: Callable[[Path], Batch]) -> Batch:
         """A batch by "name vversion", or the newest version of a name; read from its file where it was pushed out."""

@@ -8,36 +8,23 @@ UPDATING: it runs inside `lab.kept(...)` and calls `subject.go_back()` when it i
 
 from collections.abc import Callable
 
-from workbench.checks.invariants import (
-    check_advantages,
-    check_denominators,
-    check_dropout,
-    check_frozen,
-    check_gradients,
-    check_invariance,
-    check_kl,
-    check_masks,
-    check_ratio,
-    check_replicas,
-    check_rollout,
-    check_weights,
-)
+from workbench.checks import invariants
 from workbench.checks.report import CheckReport, Finding
 from workbench.checks.subject import Subject
 
 CHECKS: dict[str, Callable[[Subject], Finding]] = {
-    "dropout": check_dropout,
-    "ratio": check_ratio,
-    "rollout": check_rollout,
-    "weights": check_weights,
-    "kl": check_kl,
-    "invariance": check_invariance,
-    "advantages": check_advantages,
-    "masks": check_masks,
-    "denominators": check_denominators,
-    "gradients": check_gradients,
-    "frozen": check_frozen,
-    "replicas": check_replicas,
+    "dropout": invariants.check_dropout,
+    "ratio": invariants.check_ratio,
+    "rollout": invariants.check_rollout,
+    "weights": invariants.check_weights,
+    "kl": invariants.check_kl,
+    "invariance": invariants.check_invariance,
+    "advantages": invariants.check_advantages,
+    "masks": invariants.check_masks,
+    "denominators": invariants.check_denominators,
+    "gradients": invariants.check_gradients,
+    "frozen": invariants.check_frozen,
+    "replicas": invariants.check_replicas,
 }
 UPDATING = ("frozen", "replicas")
 

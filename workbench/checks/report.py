@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
@@ -93,8 +93,7 @@ class CheckReport:
     @property
     def df(self) -> pd.DataFrame:
         """One row a check, by name."""
-        columns = list(Finding.__dataclass_fields__)
-        return pd.DataFrame([asdict(finding) for finding in self.findings], columns=columns).set_index("check")
+        return pd.DataFrame(self.findings, columns=[*Finding.__dataclass_fields__]).set_index("check")
 
     def __getitem__(self, check: str) -> Finding:
         for finding in self.findings:

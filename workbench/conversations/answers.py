@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from workbench.conversations.tree import Tree, Turn
 from workbench.data import conversation_turns
@@ -14,9 +16,6 @@ from workbench.errors import RolloutError
 from workbench.settings.engines import Sampling
 from workbench.support.calls.pickling import name_of
 from workbench.support.calls.sessions import UserCalls
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 WAIT_S = 0.05
 

@@ -180,12 +180,10 @@ class Chat:
             raise BadInput(f"edit({turn})", f"the branch has {len(path)} turns, from 0", "chat.step() takes another")
         if text is None and answer is None:
             raise BadInput(f"edit({turn})", "gives another text for the turn, or another answer", "edit(0, 'text')")
-        before, old = path[:turn], path[turn]
+        before, new = path[:turn], path[turn]
         if text is not None:
             ids, ending = as_turn(self._tokenizer, text, stop=self._sampling.stop, room=self._room(before))
-            new = self._add(before, ids, [0.0] * len(ids), ending, "hand", old.weights_version)
-        else:
-            new = old
+            new = self._add(before, ids, [0.0] * len(ids), ending, "hand", new.weights_version)
         if answer is None:
             return new
         if new.done or not new.answered:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from workbench.algorithms.lab import Lab
 from workbench.batches.batch import Batch
@@ -22,9 +23,6 @@ from workbench.models.control_tokens import as_text
 from workbench.models.tokenizers import is_text, render_reply, turn_end
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def trained_turns(paths: Sequence[Sequence[Turn]], *, before_edits: bool) -> list[list[bool]]:

@@ -43,12 +43,8 @@ CAUSES = (
 DATA, RANK, POOL, CONTROLLER, UNCALLED = range(len(CAUSES))
 _BUSY = len(CAUSES)
 
-QUEUED, PULLS, COMPUTES = range(3)
-
-
-def work_of(kind: str) -> int:
-    """What a span of this kind is to its device: `QUEUED`, `PULLS` or `COMPUTES`."""
-    return {"queue": QUEUED, "transfer": PULLS}.get(kind, COMPUTES)
+QUEUED, PULLS, COMPUTES = range(3)  # what a span is to its device
+WORK = {"queue": QUEUED, "transfer": PULLS}  # by its kind; each other one computes
 
 
 @dataclass(frozen=True)
@@ -167,14 +163,14 @@ def called_s(times: Row) -> float:
 
 class DeviceSpans:
     """Spans, N of them. lanes: (pool, device), those given and then the spans' own. lane: [N], numbers of these. work:
-    [N], see `work_of`. run, start_s, end_s: [N]."""
+    [N], see `WORK`. run, start_s, end_s: [N]."""
 
     def __init__(self, rows: Sequence[Row], lanes: Collection[Lane] = ()) -> None:
         places = [(row.get("pool", ""), row.get("device", "")) for row in rows]
         self.lanes: list[Lane] = list(dict.fromkeys([*lanes, *places]))
         numbers = {lane: number for number, lane in enumerate(self.lanes)}
         self.lane = np.array([numbers[place] for place in places], np.intp)
-        self.work = np.array([work_of(row["kind"]) for row in rows], np.uint8)
+        self.work = np.array([WORK.get(row["kind"], COMPUTES) for row in rows], np.uint8)
         self.run = np.array([row["run"] for row in rows], np.int64)
         self.start_s, self.end_s = (np.array([row[name] for row in rows], float) for name in ("start_s", "end_s"))
 

@@ -85,10 +85,10 @@ class HostMemory:
     def give_back(self, names: Iterable[str]) -> int:
         """Bring the offloaded ones of these parts back to their device; their bytes."""
         coming = {name: self._away[name] for name in names if name in self._away}
-        taken = sum(emptied.nbytes for part in coming.values() for emptied in part.emptied)
+        every = [emptied for part in coming.values() for emptied in part.emptied]
+        taken = sum(emptied.nbytes for emptied in every)
         if taken:
-            device = next(emptied.storage.device for part in coming.values() for emptied in part.emptied)
-            every = [emptied for part in coming.values() for emptied in part.emptied]
+            device = every[0].storage.device
             try:
                 for emptied in every:
                     emptied.storage.resize_(emptied.nbytes)

@@ -40,9 +40,7 @@ def containing() -> Iterator[None]:
     """Inside, what would end the process is a `StageError`."""
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
-        if passes(error):
+        if isinstance(error, Exception) or passes(error):
             raise
         raise contained(error) from error

@@ -318,16 +318,12 @@ def _local(statement: Statement, local: set[str]) -> str:
 
 
 def indented(text: str) -> str:
-    """Text one step further in; lines inside a string of several lines stay where they are."""
-    inside = lines_in_strings(text)
+    """Text one step further in; lines inside a string of several lines stay where they are, and so do those between
+    strings that are joined without a `+`."""
+    strings = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    inside = {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
     lines = text.split("\n")
     return "\n".join("    " + line if line.strip() and n not in inside else line for n, line in enumerate(lines, 1))
-
-
-def lines_in_strings(text: str) -> set[int]:
-    """Numbers of the lines, from 1, that begin inside a string, or between strings that are joined without a `+`."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    return {line for node in nodes for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
 def _docstring(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 import os
 import shutil
@@ -35,7 +36,7 @@ from workbench.models.chat_format import template_doubts
 from workbench.placement import Placement
 from workbench.placement.estimate import check_fit, estimate_memory
 from workbench.session.checkpoint import Checkpoint, find_checkpoint
-from workbench.session.checkpoint.restoring import Restoring, arguments_of, check_changes
+from workbench.session.checkpoint.restoring import Restoring, arguments_of
 from workbench.session.journal import SessionJournal, read_journal
 from workbench.session.recovering import take_over as take_over_session
 from workbench.session.run_record import record_cells, write_run_record
@@ -64,7 +65,8 @@ def check_memory(description: Description, replaced: Sequence[psutil.Process]) -
     on_gpu, mine = description.device == "cuda", {process.pid for process in replaced}
     gpus, whole, models = list[Gpu](), 0, description.role_models()
     if on_gpu:
-        gpus, whole = read_gpus(), gpu_bytes() or 0
+        gpus = read_gpus()
+        whole = gpu_bytes(gpus)
         has = int(whole * description.gpus)
         if not whole:  # the driver does not answer
             return
@@ -337,7 +339,10 @@ def restore(path: str | Path | Checkpoint, **changes: Any) -> Workbench:
     where that stood, as do `lab.pairs(...)` and `lab.demonstrations(...)` of the same rows. Everything is checked
     before a process starts: files by their checksums, models by the shapes of their weights.
     """
-    check_changes(changes, open)
+    known = inspect.signature(open).parameters
+    for name in changes:
+        if name not in known or name == "resume":
+            raise BadInput(f"wb.restore(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")
     checkpoint = find_checkpoint(path)
     arguments = {**arguments_of(checkpoint.controller()[0]), **changes}
     if changes.get("backend") == "inline" and "placement" not in changes:

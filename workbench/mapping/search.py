@@ -28,9 +28,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.errors import BadInput
 from workbench.mapping.costs import Constants
@@ -47,9 +48,6 @@ from workbench.settings.roles import ROLLOUT
 from workbench.support.checked_calls import checked_call
 from workbench.support.validation import PositiveInt
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 MOST_SIZES = 16_384  # of a set, in the grid of allocations: so fine is the granularity that is chosen
 MOST_EXACT = 2048  # devices up to which seconds are not rounded
 ROUGH = math.log(1.01)  # of the logarithm of seconds, where they are
@@ -63,9 +61,9 @@ Named = Literal["auto", "colocate", "split", "standalone"]
 Sets = tuple[tuple[str, ...], ...]
 _Found = tuple[Plan | None, float]  # of a partition: the best plan, seconds than which none takes less
 _Set = tuple[tuple[str, ...], int, tuple[Option, ...]]  # roles, devices, and how each role is laid out there
-_Sized = tuple["NDArray[np.float64]", list[_Set]]  # rows of ways of a set; where each comes from
+_Sized = tuple[NDArray[np.float64], list[_Set]]  # rows of ways of a set; where each comes from
 # [ways, 5]: seconds by stage, lasting and passing bytes; DeepSpeed's tensor ranks, 0: none; an option for each role
-_Ways = tuple["NDArray[np.float64]", "NDArray[np.int64]", list[tuple[Option, ...]]]
+_Ways = tuple[NDArray[np.float64], NDArray[np.int64], list[tuple[Option, ...]]]
 
 
 @checked_call("wb.mapping.search")

@@ -84,8 +84,7 @@ class PackedModule(nn.Module):
         output = self.get_backbone()(
             input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
-        hidden: Tensor = output.last_hidden_state[attention_mask.bool()]
-        return hidden
+        return cast(Tensor, output.last_hidden_state[attention_mask.bool()])
 
     def forward(
         self, input_ids: Tensor, lengths: Sequence[int], *read: Any, after: Sequence[int] = (), **asked: Any

@@ -263,9 +263,9 @@ def with_tools(
     form: in which calls are read, see `response_template`. Raises `BadInput` where the template has no place, and the
     form is not "hermes".
     """
-    if not tools:
-        return rendered(tokenizer, messages)
     plain = rendered(tokenizer, messages)
+    if not tools:
+        return plain
     if (text := rendered(tokenizer, messages, tools=tools)) != plain:
         return text
     if response_template(tokenizer, form) is not FORMATS["hermes"]:

@@ -145,9 +145,9 @@ def correct(
     Raises `BadInput` on unequal shapes.
     """
     log_BT = log_weights(old_log_prob_BT, rollout_log_prob_BT, mask_BT, correction.level)
-    weight_BT = log_BT.exp()
+    weight_BT, mask_BT = log_BT.exp(), mask_BT.bool()
     if correction.bound == "second_moment":
-        mask_BT, square_BT = mask_BT.bool(), log_BT.double().square()
+        square_BT = log_BT.double().square()
         if cut_B1 is None:
             cut_B1 = second_moment_cut(square_BT[mask_BT], correction.largest_second_moment)
         bounded_BT = (square_BT > cut_B1) & mask_BT
@@ -156,7 +156,6 @@ def correct(
     if correction.bound == "mask":
         bounded_BT = bounded_BT | (weight_BT < correction.lowest)
         weight_BT = torch.where(bounded_BT, 0.0, weight_BT)
-    mask_BT = mask_BT.bool()
     weight_BT = torch.where(mask_BT, weight_BT.clamp(max=correction.high), 0.0)
     return CorrectionWeights(weight_BT, bounded_BT & mask_BT)
 

@@ -173,13 +173,8 @@ class Plan(ABC):
     def movements(self, weight: Weight, block: int = 0) -> Iterator[Movement]:
         first = block * self.block
         for movement in self._first_block(weight):
-            if first:
-                source, *others = (
-                    self.ranks[first + self._index[r]] for r in (movement.source, *movement.destinations)
-                )
-                yield Movement(weight, source, tuple(others), movement.boxes)
-            else:
-                yield dataclasses.replace(movement, weight=weight)
+            source, *others = (self.ranks[first + self._index[r]] for r in (movement.source, *movement.destinations))
+            yield Movement(weight, source, tuple(others), movement.boxes)
 
     def schedule(self) -> Iterator[Movement]:
         for weight in self.weights:

@@ -163,12 +163,9 @@ def record_cells(telemetry: TelemetryStore, closed: Callable[[], bool]) -> None:
     """From a notebook: add the cells that this kernel has run, and each one that it will run, as events "cell", until
     the workbench is closed; the cell that closes it is the last. Elsewhere: nothing.
     """
-    shell = ipython_shell()
-    if shell is None or getattr(shell, "kernel", None) is None:
+    if not in_notebook() or threading.current_thread() is not threading.main_thread():
         return
-    if threading.current_thread() is not threading.main_thread():
-        return
-    history = _history(shell)
+    history = _history(ipython_shell())
     for cell in history.cells:
         telemetry.append_event("cell", **asdict(cell))
     history.followers.append((telemetry, closed))

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
@@ -427,9 +427,7 @@ class RunLog:
         """What stages this kernel called, one a row, in order: which cell called it, how far it is, how it ended: see
         `RunRecord`; duration_s is what it has taken so far, from where it began: 0 for one that has not begun, or never
         did."""
-        columns = [*RunRecord.__dataclass_fields__]
-        rows: list[dict[str, Any]] = [asdict(record) for record in self.records()]
-        frame = pd.DataFrame(rows, columns=columns)
+        frame = pd.DataFrame(self.records(), columns=[*RunRecord.__dataclass_fields__])
         end_s = frame["ended_s"].where(frame["ended_s"] > 0, time.time())
         frame["duration_s"] = (end_s - frame["started_s"]).clip(lower=0.0).where(frame["started_s"] > 0, 0.0)
         return frame

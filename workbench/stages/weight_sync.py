@@ -26,11 +26,6 @@ from workbench.workers.weight_exchange import Published
 from workbench.workers.weight_transition import Choice
 
 
-def took_s(ranks: Sequence[tuple[bool, float]]) -> tuple[bool, float]:
-    """Whether a sync was to go by patches, and its seconds on the slowest of the ranks that took it."""
-    return ranks[0][0], max(seconds for _, seconds in ranks)
-
-
 class Publication:
     """The actor's weights as they are when all that was called before has run, published for one taker.
 
@@ -110,8 +105,8 @@ class WeightSync:
 
     def _note_cost(self, take: StageRun) -> None:
         if self._choice is not None and not take.future.cancelled() and take.future.exception() is None:
-            kept, seconds = took_s(take.future.result())
-            self._choice.note(seconds, patches=kept)
+            ranks: Sequence[tuple[bool, float]] = take.future.result()  # whether it went by patches, and its seconds
+            self._choice.note(max(seconds for _, seconds in ranks), patches=ranks[0][0])
 
 
 class RolloutCaller:

@@ -139,11 +139,9 @@ def total_bytes() -> int:
         return int(found)
 
 
-def gpu_bytes() -> int | None:
-    """Memory that this process may take of the smallest GPU that it may use, as the driver says, without starting CUDA;
-    None: the driver does not answer."""
-    gpus = read_gpus()
-    return int(min(gpu.total_bytes for gpu in gpus) * _allowed_share()) if gpus else None
+def gpu_bytes(gpus: Iterable[Gpu]) -> int:
+    """Memory that this process may take of the smallest of these GPUs, without starting CUDA; 0: of none."""
+    return int(min((gpu.total_bytes for gpu in gpus), default=0) * _allowed_share())
 
 
 def own_gpu_bytes() -> int:

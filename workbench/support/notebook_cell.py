@@ -30,7 +30,7 @@ def running_cell() -> Cell | None:
     """The cell that this call comes from; None outside a notebook, and in a thread of its own."""
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
-    if shell is None or kernel is None or threading.current_thread() is not threading.main_thread():
+    if kernel is None or threading.current_thread() is not threading.main_thread():
         return None
     parent = kernel.get_parent("shell") or {}
     # `execution_count` is this cell's in some versions of IPython, and the next one's in others

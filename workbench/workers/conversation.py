@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from workbench.data.conversation_turns import Reply, Told, Turn
 from workbench.data.environment import Environments
@@ -15,10 +17,6 @@ from workbench.models.tokenizers import render_reply, turn_end
 from workbench.settings.context import Context
 from workbench.settings.engines import Sampling
 from workbench.support.seeds import turn_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 GO_ON = "Go on."  # what stands between a summary and the turns that come behind it
 

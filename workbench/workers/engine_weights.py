@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from workbench.engines.generation import GenerationEngine
 from workbench.engines.training.base import TrainingEngine
 from workbench.errors import SyncError
 from workbench.messages.metrics import Mean, Metrics
 from workbench.workers.worker import Context
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # A text that language models find likely, but not certain: rounding in bfloat16 moves the log-probability of a token
 # the more, the less likely it is (of random tokens up to 1 %), and a certain token hides an error. It is fixed, so that

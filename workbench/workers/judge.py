@@ -58,13 +58,8 @@ class JudgeEngine:
         if not read:
             return {}, missing
         seeds = [turn_seed(derive_seed(self._judging.seed, texts[i]), draw) for i in read]
-
-        def progress(done: int, total: int, tokens: int) -> None:
-            self._context.progress(done, total, tokens)
-            self._context.stopping.point()
-
         with self._context.recorder.span("generate") as counted:
-            rollout = self.generator.generate([rendered[i] for i in read], sampling, seeds, progress)
+            rollout = self.generator.generate([rendered[i] for i in read], sampling, seeds, self._context.advance)
             counted.tokens = sum(map(len, rollout.response_ids))
         written: dict[int, str] = {}
         for i, ids, finished in zip(read, rollout.response_ids, rollout.finished, strict=True):

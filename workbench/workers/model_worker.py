@@ -159,8 +159,7 @@ class ModelWorker(PassWorker):
                 f"{type(error).__name__}: {said(error)}",
                 "give a folder that rank 0 can write, with room for the model",
             ) from error
-        found: Result = result
-        return found
+        return cast(Result, result)
 
     @register(ONE_TO_ALL)
     def weight_digests(self, *, frozen: bool = False) -> dict[str, str]:
@@ -174,8 +173,7 @@ class ModelWorker(PassWorker):
         parameters = self.engine.module.named_parameters()
         trained = {names.get(name, name) for name, parameter in parameters if parameter.requires_grad}
         # every rank goes through all weights: one that is sharded is gathered by all
-        weights = ((name, digest(w)) for name, w in self.engine.stored_weights() if not (frozen and name in trained))
-        return dict(weights)
+        return {name: digest(w) for name, w in self.engine.stored_weights() if not (frozen and name in trained)}
 
     @register(ONE_TO_ALL)
     def training_modules(self) -> list[str]:

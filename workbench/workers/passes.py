@@ -196,8 +196,7 @@ class PassWorker(Worker):
             micros, done_tokens = list(chain(*self._cut(batch, together=together))), 0
             try:
                 for done, micro in enumerate(micros):
-                    context.progress(done, len(micros), done_tokens)
-                    context.stopping.point()
+                    context.advance(done, len(micros), done_tokens)
                     tokens, before = tokens_of(micro), groups.moved_bytes
                     with context.recorder.span("forward", tokens=tokens * groups.counts) as counted, torch.no_grad():
                         output = forward(**inputs(micro))

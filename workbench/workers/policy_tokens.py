@@ -148,17 +148,11 @@ class PolicyTokens:
         return metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutWeights:
-    """column: a weight a response token. rate_scales: a factor of each minibatch's learning rate; empty: all 1."""
-
-    column: Ragged
-    metrics: Metrics
-    rate_scales: tuple[float, ...]
-
-
-def rollout_weights(batch: Shard, correction: Correction, context: Context) -> RolloutWeights:
-    """The weights of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`; every rank calls it.
+def rollout_weights(
+    batch: Shard, correction: Correction, context: Context
+) -> tuple[Ragged, Metrics, tuple[float, ...]]:
+    """Of a shard with `old_log_prob`, `rollout_log_prob` and `response_mask`: a weight a response token, metrics, and a
+    factor of each minibatch's learning rate (empty: all 1). Every rank calls it.
 
     Raises `BadInput` where the rollouts were sampled with top-p, top-k or min-p, and have no sampling mask.
     """
@@ -188,7 +182,7 @@ def rollout_weights(batch: Shard, correction: Correction, context: Context) -> R
         sums = [_sums(raw_BT[rows], mask_BT[rows], correction) for rows in each]
         sums_M3 = context.groups.data.all_reduce(torch.stack(sums).to(context.device))
         scales = tuple(step_scale(effective_sample_size(*row), correction.reference_size) for row in sums_M3.tolist())
-    return RolloutWeights(column=Ragged.unpad(weights.weight_BT, mask.lengths), metrics=metrics, rate_scales=scales)
+    return Ragged.unpad(weights.weight_BT, mask.lengths), metrics, scales
 
 
 def _cuts(

@@ -291,8 +291,7 @@ def _unpickled(path: Path, sha256: str) -> dict[str, Any]:
     data = own_files.read_bytes(path, limit=None)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StageError(f"{str(path)!r} has another checksum", f"SHA-256 {sha256[:12]} was written", "restore again")
-    found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)
-    return found
+    return cast(dict[str, Any], torch.load(io.BytesIO(data), weights_only=False))
 
 
 @dataclass

@@ -215,8 +215,7 @@ class Scoring:
                 for k, (name, (function, _)) in enumerate(self.components.items()):
 
                     def tick(ended: int, k: int = k) -> None:
-                        context.progress(min(calls, k * len(asked) + ended), calls, 0)
-                        context.stopping.point()
+                        context.advance(min(calls, k * len(asked) + ended), calls, 0)
 
                     asking = Asking(
                         calls=context.calls, concurrency=self.concurrency or mark_of(function, AT_ONCE),
@@ -256,8 +255,7 @@ class Scoring:
         """What a function may be given of each row, and the tokens of its response, or its steps."""
         batch = self.batch
         responses = batch.ragged("response_ids").rows()
-        given = "environment_rewards" in batch.columns
-        rewards = batch.ragged("environment_rewards").rows() if given else None
+        rewards = batch.ragged("environment_rewards").rows() if "environment_rewards" in batch.columns else None
         bounds = [batch.ragged(name).rows() for name in TURN_BOUNDS if name in batch.columns]
         texts = {n: column for n, column in batch.columns.items() if isinstance(column, list) and n not in STATUS}
         rows: list[dict[str, Any]] = []

@@ -76,27 +76,21 @@ class Shards:
         assert call.rows is not None
         pulled: Table = {}
         for names, pulls in call.pulls:
-            parts = []
-            for pull in pulls:
-                part = self._fetch_one(call, names, pull)
-                counted.bytes += 0 if self._is_here(pull) else table_bytes(part)
-                parts.append((pull.destinations, part))
-            pulled |= assembled(parts)
+            pulled |= assembled([(pull.destinations, self._fetch_one(call, names, pull, counted)) for pull in pulls])
         return pulled
 
-    def _is_here(self, pull: Pull) -> bool:
-        return pull.shard.host == self.info.name
-
-    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull) -> Mapping[str, ColumnValues]:
+    def _fetch_one(self, call: Call, names: tuple[str, ...], pull: Pull, counted: Any) -> Mapping[str, ColumnValues]:
         key, kept = pull.shard.key, pull.kept(names)
-        if self._is_here(pull):
+        if pull.shard.host == self.info.name:
             return pull.named(rows_at(self._kept(key, kept), pull.positions), names)
         with self.recorder.transfer(
             pull.shard.host, self.info.name, batch=call.batch, columns=", ".join(names)
         ) as moved:
             part = from_wire(self._peers.call(pull.shard.host, "fetch", key, kept, pull.positions))
             moved.bytes = table_bytes(part)
-        return pull.named(part, names)
+        named = pull.named(part, names)
+        counted.bytes += table_bytes(named)
+        return named
 
     def _kept(self, key: str, names: Iterable[str]) -> Table:
         with self._lock:

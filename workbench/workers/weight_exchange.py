@@ -197,13 +197,11 @@ def take_snapshot(
     slices, changes = {}, {}
     for name, tensor in held:
         mine, part = whole.shard(by_name[name], rank), parts.shard(by_name[name], rank)
-        assert mine is not None
-        assert part is not None
+        assert mine is not None and part is not None
         copy = torch.empty(part.shape, dtype=dtype, device="cpu" if kept is None else tensor.device)
         fill(copy, part, tensor, mine)
         if kept is not None:
-            found = change(kept[name], copy) if contents.since else None
-            if found is not None:
+            if contents.since and (found := change(kept[name], copy)) is not None:
                 changes[name] = found
             kept[name] = copy
         slices[name] = copy, part

@@ -161,15 +161,13 @@ class _Layer:
             row_bytes = (c1 - c0) * weight.item_bytes
             rows = max(1, BUCKET_BYTES // row_bytes)
             for start in range(r0, r1, rows):
-                self._add(source, (weight.name, (start, min(start + rows, r1), c0, c1)), row_bytes)
-
-    def _add(self, source: int, wanted: Slice, row_bytes: int) -> None:
-        nbytes = (wanted[1][1] - wanted[1][0]) * row_bytes
-        if nbytes > self._room.get(source, 0):
-            self.sources.setdefault(source, []).append([])
-            self._room[source] = BUCKET_BYTES
-        self.sources[source][-1].append(wanted)
-        self._room[source] -= nbytes
+                stop = min(start + rows, r1)
+                nbytes = (stop - start) * row_bytes
+                if nbytes > self._room.get(source, 0):
+                    self.sources.setdefault(source, []).append([])
+                    self._room[source] = BUCKET_BYTES
+                self.sources[source][-1].append((weight.name, (start, stop, c0, c1)))
+                self._room[source] -= nbytes
 
 
 def probe() -> tuple[Snapshot, Reshard]:

@@ -133,9 +133,7 @@ class WeightTransitions:
 
         Raises `SyncError`, on all ranks, where a weight differs from what was sent.
         """
-        assert self.slices is not None
-        assert self._spec.generation is not None
-        assert self._spec.dtype is not None
+        assert self.slices and self._spec.generation and self._spec.dtype
         communicator = self._context.communicator
         if strategy not in self._made:
             module: Any = self._trainer.module

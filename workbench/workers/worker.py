@@ -81,6 +81,11 @@ class Context:
         here = torch.tensor([-self.room.cache_bytes(own_gpu_bytes())])
         return -int(self.communicator.all_reduce_max(here).item())
 
+    def advance(self, done: int, total: int, tokens: int) -> None:
+        """Between two units of work: report progress, and stop where an interrupt asks for it."""
+        self.progress(done, total, tokens)
+        self.stopping.point()
+
     def leave_groups(self) -> None:
         """Destroy the groups that were made for this layout; the pool's own stays."""
         if "groups" in self.__dict__:

@@ -40,17 +40,6 @@ def response_room(row: int, prompt_ids: Sequence[int], most: int, settings: Gene
     return min(most, settings.max_model_tokens - len(prompt_ids))
 
 
-def check_sequence(token_ids: Sequence[int], settings: Generation, vocab_size: int) -> None:
-    """Raise `BadInput` unless the engine can score `token_ids`."""
-    if not 2 <= len(token_ids) <= settings.max_model_tokens:
-        raise BadInput(
-            f"a sequence of {len(token_ids)} tokens",
-            f"only 2 to max_model_tokens={settings.max_model_tokens} tokens can be scored",
-            "cut the sequence or raise Generation.max_model_tokens",
-        )
-    check_vocabulary(token_ids, vocab_size, "the sequence")
-
-
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, what: str) -> None:
     """Raise `BadInput` unless all ids are the model's."""
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -275,7 +264,13 @@ class GenerationEngine(ABC):
     def log_probs(self, token_ids: Sequence[int]) -> Tensor:
         """log softmax(logits) of token_ids[1:] given what precedes each, fp32 [len - 1], temperature 1."""
         self._require_weights()
-        check_sequence(token_ids, self._settings, self._vocab_size)
+        if not 2 <= len(token_ids) <= self._settings.max_model_tokens:
+            raise BadInput(
+                f"a sequence of {len(token_ids)} tokens",
+                f"only 2 to max_model_tokens={self._settings.max_model_tokens} tokens can be scored",
+                "cut the sequence or raise Generation.max_model_tokens",
+            )
+        check_vocabulary(token_ids, self._vocab_size, "the sequence")
         return self._log_probs(token_ids)
 
     @abstractmethod

@@ -303,8 +303,7 @@ class DeepSpeedEngine(TrainingEngine):
     @property
     def _adam(self) -> torch.optim.Optimizer:
         """The Adam inside the sharded optimizer, or the optimizer itself."""
-        adam: torch.optim.Optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
-        return adam
+        return cast(torch.optim.Optimizer, getattr(self._engine.optimizer, "optimizer", self._engine.optimizer))
 
     @property
     def _stretches(self) -> list[Tensor]:

@@ -158,10 +158,8 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], settings: Training) -
     found: dict[tuple[bool, int, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            of_muon, (number, flat) = (
-                settings.is_for_muon(name, parameter.dim()),
-                settings.group_of(name, parameter.dim()),
-            )
+            of_muon = settings.is_for_muon(name, parameter.dim())
+            number, flat = settings.group_of(name, parameter.dim())
             new = {"params": [], "decays": not flat, "pattern": settings.pattern_of(name), "muon": of_muon}
             found.setdefault((of_muon, number, flat), new)["params"].append(parameter)
     groups = [found[key] for key in sorted(found)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from workbench.backends.starting import Note, settle
@@ -168,11 +167,3 @@ def arguments_of(description: Description) -> dict[str, Any]:
     others = ("id", "models", "defaults", "moved", "opened", "changed", "gpus")
     same = {name: value for name, value in vars(description).items() if name not in others}
     return {"models": description.as_declared(), **description.defaults, **same}
-
-
-def check_changes(changes: Mapping[str, Any], opens: Callable[..., Any]) -> None:
-    """Raise `BadInput` for an argument that `wb.open` does not have."""
-    known = inspect.signature(opens).parameters
-    for name in changes:
-        if name not in known or name == "resume":
-            raise BadInput(f"wb.restore(..., {name}=)", f"it takes arguments of wb.open: {', '.join(known)}")

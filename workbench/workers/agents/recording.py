@@ -12,7 +12,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from workbench.engines.generation import Ending, Response
 from workbench.errors import BadInput
@@ -25,9 +27,6 @@ from workbench.settings.engines import Sampling
 from workbench.support.seeds import derive_seed, turn_seed
 from workbench.workers.agents.requests import Kind, Refused, Request
 from workbench.workers.conversation import Conversation, ConversationEnding
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MOST_PENDING = 16  # requests of a sample that wait for an answer at the same time
 MOST_OF_ENDPOINT = 1024  # of an endpoint, whose clients are many
@@ -323,8 +322,7 @@ class Recording:
             Conversation(prompt_ids=self.prompt_ids, seed=self.seed)
         ]
         for said in others:
-            first.context_starts.append(len(first.response_ids))
-            first.add_observation(said.prompt_ids)
+            first.begin_context(said.prompt_ids, len(said.prompt_ids))
             _add(first, said)
         return first
 

@@ -18,16 +18,3 @@ ROLE_WORKERS = {
     "rollout": RolloutWorker,
     "numeric": NumericWorker,
 }
-
-__all__ = [
-    "ROLE_WORKERS",
-    "ActorWorker",
-    "CostCriticWorker",
-    "CostWorker",
-    "CriticWorker",
-    "NumericWorker",
-    "ReferenceWorker",
-    "RewardWorker",
-    "RolloutWorker",
-    "TeacherWorker",
-]

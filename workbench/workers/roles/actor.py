@@ -255,8 +255,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         minibatches = each_minibatch(batch, 1, context.groups.data, context.device, skip=batch.invalid_rows)
         micros, done_tokens = list(chain(*minibatches)), 0
         for done, micro in enumerate(micros):
-            context.progress(done, len(micros), done_tokens)
-            context.stopping.point()
+            context.advance(done, len(micros), done_tokens)
             tokens = tokens_of(micro)
             inputs, loss = micro.scored(scale, sets=mask), partial(log_prob, micro)
             (norm,) = self.engine.gradient_norms(
@@ -360,7 +359,11 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
         held_back = None
         if isinstance(loss, CovarianceLoss):
             held_back = held_back_tokens(batch, loss, self.context.groups.data)
-        weights = None if correction is None else rollout_weights(batch, correction, self.context)
+        weights: Ragged | None = None
+        weight_metrics: Metrics = {}
+        rate_scales: tuple[float, ...] = ()
+        if correction is not None:
+            weights, weight_metrics, rate_scales = rollout_weights(batch, correction, self.context)
         of_tokens = PolicyTokens(
             batch=batch,
             function=function,
@@ -370,7 +373,7 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             entropy_coefficient=entropy_coefficient,
             kl_coefficient=kl_coefficient,
             kl=kl,
-            weights=None if weights is None else weights.column,
+            weights=weights,
             held_back=held_back,
         )
         # bonus and penalty have a gradient in every row, other built-in losses only in rows with an advantage; a user's
@@ -385,16 +388,14 @@ class ActorWorker(HybridWorker, SupervisedWorker, PreferenceWorker, DistilledWor
             max_response_tokens=max_response_tokens,
             skip=skip,
         )
-        output = self.steps(main, *terms, epochs=epochs, rate_scales=weights.rate_scales if weights else ())
+        output = self.steps(main, *terms, epochs=epochs, rate_scales=rate_scales)
         invalid = batch.invalid_rows
         skipped = {"skipped_rows/fraction": Mean(total=len({*skip} - invalid), count=len(batch) - len(invalid))}
         norm, notes = output.metrics.get("grad_norm"), output.notes
         if weights is not None and len(invalid | {*skip}) < len(batch) and isinstance(norm, Mean) and norm.value == 0:
             what = f"the gradient of each step was 0, as where no token with an advantage has a weight by {correction}"
             notes = (*notes, f"{what}. Momentum and weight decay alone move weights")
-        return replace(
-            output, metrics={**output.metrics, **skipped, **(weights.metrics if weights else {})}, notes=notes
-        )
+        return replace(output, metrics={**output.metrics, **skipped, **weight_metrics}, notes=notes)
 
     @register(ONE_TO_ALL)
     def save_adapter(self, path: str | Path) -> str:

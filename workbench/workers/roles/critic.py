@@ -52,15 +52,11 @@ def _check_columns(arguments: Mapping[str, Any], model: Model, names: Collection
         check_names("loss", arguments["loss"], GIVEN, names)
 
 
-def _reads(values: str, returns: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
-    """The columns of an update whose values and returns are in these."""
-
-    def columns(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).needed
-        own = (name for name in asked if name not in GIVEN)
-        return tuple(dict.fromkeys(("prompt_ids", "response_ids", "response_mask", values, returns, *own)))
-
-    return columns
+def _reads(columns: tuple[str, ...], arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of an update whose values and returns are in `columns`."""
+    asked = () if arguments["loss"] is None else Asked.by(arguments["loss"]).needed
+    own = (name for name in asked if name not in GIVEN)
+    return tuple(dict.fromkeys(("prompt_ids", "response_ids", "response_mask", *columns, *own)))
 
 
 def _optional(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -107,7 +103,7 @@ class CriticWorker(TrainedWorker):
         columns: Table = {column: values, **({f"final_{column}": final_B} if final else {})}
         return Output(columns=columns, metrics={f"{column}/mean": mean_of(values, batch)})
 
-    @_regresses(reads=_reads("values", "returns"))
+    @_regresses(reads=partial(_reads, columns))
     def update_critic(
         self,
         batch: Shard,
@@ -172,7 +168,7 @@ class CostCriticWorker(CriticWorker):
         """Column `cost_values` [rows, response tokens]; final: also `final_cost_values`, as in `compute_values`."""
         return CriticWorker.compute_values(self, batch, final=final)
 
-    @_regresses(reads=_reads("cost_values", "cost_returns"))
+    @_regresses(reads=partial(_reads, columns))
     def update_cost_critic(
         self,
         batch: Shard,

@@ -210,8 +210,6 @@ class ReferencePolicy(PassWorker):
 class ReferenceWorker(ReferencePolicy, ModelWorker):
     """A causal language model whose weights change only by `take_weights`."""
 
-    engine: TrainingEngine
-
     def __init__(self, spec: Model, context: Context) -> None:
         assert spec.name and spec.training and spec.dtype
         model = load_causal_lm(spec.name, dtype=getattr(torch, spec.dtype), device=context.loading_device(None))

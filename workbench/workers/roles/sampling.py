@@ -291,7 +291,7 @@ class SamplingWorker(Worker):
                 begun = PartialResponses.of(batch, seeds[mine], resume)
                 columns = self._go_on(begun, prompts, mine, sampling, pause_after, cache == "kept")
             else:
-                rollout = self.generator.generate(prompts, sampling, seeds, self._progress)
+                rollout = self.generator.generate(prompts, sampling, seeds, self.context.advance)
                 columns = single_turn(rollout, mine)
             # where the ranks of a tensor group have the same rows, those of its first rank count
             if not self.context.groups.model_parallel or self.context.communicator.rank % self._tensor_ranks == 0:
@@ -370,7 +370,7 @@ class SamplingWorker(Worker):
         size = 1 if self.context.groups.model_parallel else self._tensor_ranks
         rows = self.context.communicator.shared_by_group(size, lambda: [*zip(begun.open, begun.seeds, strict=True)])
         rollout = self.generator.generate(
-            prompts, sampling, [seed for _, seed in rows], self._progress,
+            prompts, sampling, [seed for _, seed in rows], self.context.advance,
             begun=[ids for ids, _ in rows], pause_after=pause_after, keep_cache=keep_cache,
         )  # fmt: skip
         room = self.spec.generation.max_model_tokens
@@ -436,7 +436,7 @@ class SamplingWorker(Worker):
         return {
             "share": partial(communicator.shared_by_group, size),
             "any_rank": any_rank,
-            "progress": self._progress if size == 1 else self.context.progress,
+            "progress": self.context.advance if size == 1 else self.context.progress,
             "steps": 1 if size == 1 else STEPS_TOGETHER,
         }
 
@@ -455,11 +455,6 @@ class SamplingWorker(Worker):
         rows = communicator.shared_by_group(size, lambda: [(rank, ids.tolist(), seed) for rank, ids, seed in own])
         before = sum(rank < communicator.rank for rank, _, _ in rows)
         return [ids for _, ids, _ in rows], [seed for _, _, seed in rows], slice(before, before + len(batch))
-
-    def _progress(self, done: int, total: int, tokens: int) -> None:
-        """Called between tokens, where the stage can be stopped."""
-        self.context.progress(done, total, tokens)
-        self.context.stopping.point()
 
     def _in_step(self, conversing: bool) -> tuple[int, ...]:
         """The ranks that pass stopping points in step with this one: its tensor group; or the whole pool where tensor

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from workbench.batches.columns import ColumnValues, Ragged
 from workbench.errors import BadInput
@@ -22,9 +22,6 @@ from workbench.support.validation import PositiveInt
 from workbench.workers.micro_batches import DeviceMetrics, MicroBatch
 from workbench.workers.model_worker import TrainedWorker, check_update
 from workbench.workers.passes import Term
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def _as_responses(batch: Shard, documents: Ragged) -> Shard:
